@@ -1,0 +1,32 @@
+//! Vocabulary and contract of featurestore: what is moved, by whom, and what must hold.
+//!
+//! - names and places: [`ObjectKey`], [`SampleKey`], [`SessionName`], [`Epoch`], [`Sequence`];
+//! - tensors: [`Dtype`], [`TensorMeta`], [`Tensor`];
+//! - memory: [`RegionMut`], [`RegionSlice`];
+//! - the contract: [`Transport`], and [`Error`], which says what failed and what to do.
+#![deny(unsafe_code)] // but for `memory`
+
+mod bytesize;
+mod descriptor;
+mod dtype;
+mod error;
+pub mod memory;
+mod names;
+mod session;
+mod transport;
+
+pub use bytesize::ByteSize;
+pub use descriptor::{ArenaLocation, Descriptor, FeatureDescriptor, Location, TokenLocation};
+pub use dtype::{Dtype, TensorMeta};
+pub use error::{Error, ErrorKind, ErrorStatus, Result};
+pub use memory::{RegionKind, RegionMut, RegionSlice};
+pub use names::{
+    ArenaOffset, ClientId, Epoch, FeatureName, Generation, MAX_KEY_BYTES, ObjectKey, RemoteAddr,
+    SampleId, SampleKey, Sequence, StoreId,
+};
+pub use session::{SessionName, check_host};
+pub use transport::{
+    Capabilities, DEFAULT_DEADLINE, Destination, FetchOptions, FetchRequest, Fetched, Health,
+    Publication, PublishOptions, Ready, ReadyEvent, Release, ReleaseReport, Tensor, Transport,
+    TransportInfo,
+};

@@ -1,0 +1,411 @@
+//! The contract that every transport keeps.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use indexmap::IndexMap;
+
+use crate::{
+    ClientId, Descriptor, Error, ErrorKind, FeatureName, RegionMut, RegionSlice, Result, SampleKey,
+    TensorMeta,
+};
+
+/// Deadline of a fetch or publish that names none.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Moves samples from publishers to consumers.
+///
+/// One object may publish, consume, or both; [`Capabilities`] say which, and a call that the
+/// transport cannot serve fails with [`ErrorKind::Unsupported`] before any byte moves. No transport
+/// ever hands a call to another one.
+#[async_trait]
+pub trait Transport: fmt::Debug + Send + Sync {
+    /// Scheme, engine, capabilities, and why this one was chosen. Never blocks.
+    fn info(&self) -> &TransportInfo;
+
+    /// Makes a batch of samples readable by consumers and returns one descriptor each, in order.
+    ///
+    /// Requires [`Capabilities::publish`].
+    ///
+    /// # Behaviour
+    /// - All or nothing: either every sample of the batch is readable and described, or none is and
+    ///   every byte that was placed is free again.
+    /// - A key that exists fails with [`ErrorKind::AlreadyExists`], unless `options.replace`; then
+    ///   the old object drains: it stays readable for those that hold it and goes when they let go.
+    /// - Two samples of one batch with the same key are refused.
+    /// - Waits for room until `options.deadline`, then fails with [`ErrorKind::CapacityExceeded`].
+    /// - Copies start after each publication's ready event and are complete on return.
+    async fn publish(
+        &self,
+        batch: Vec<Publication>,
+        options: PublishOptions,
+    ) -> Result<Vec<Descriptor>>;
+
+    /// Reads samples and returns them in the order of `requests`.
+    ///
+    /// Requires [`Capabilities::fetch`], and [`Capabilities::views`] for [`Destination::View`].
+    ///
+    /// # Behaviour
+    /// - Never partial data and never old data: a short read, an older life of a key, another life
+    ///   of the publisher, or an address outside what it published is an error that names key,
+    ///   expected and found, and the whole call fails.
+    /// - Owned destinations go in and come back filled. When the call fails, passes its deadline or
+    ///   its future is dropped, memory that a transfer may still write stays out of use
+    ///   ([`Health::quarantined_bytes`]) until the transfer is known to be over; then it goes back
+    ///   to its owner.
+    /// - A tensor without bytes is returned without a transfer.
+    /// - From a successful fetch until [`Self::release`], the publisher keeps the bytes.
+    async fn fetch(
+        &self,
+        requests: Vec<FetchRequest>,
+        options: FetchOptions,
+    ) -> Result<Vec<Fetched>>;
+
+    /// Tells the publishers that samples are no longer needed, so that their memory comes back.
+    ///
+    /// # Behaviour
+    /// - Idempotent: what is gone is counted in [`ReleaseReport::already_gone`].
+    /// - A descriptor of an older life of a key never touches a newer one:
+    ///   [`ReleaseReport::stale`].
+    /// - Views must be dropped first: whatever they still show may be overwritten otherwise.
+    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport>;
+
+    /// Measures what is held, free and in flight at this moment.
+    async fn health(&self) -> Result<Health>;
+
+    /// Stops taking calls, waits for those in flight within a bound, and ends what was started.
+    /// Idempotent. Calls after it fail with [`ErrorKind::Closed`].
+    async fn close(&self) -> Result<()>;
+}
+
+/// What a transport can do. A missing capability is an error before any byte moves.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// `publish` works.
+    pub publish: bool,
+    /// `fetch` and `release` work.
+    pub fetch: bool,
+    /// [`Destination::View`]: tensors are read where the publisher put them, without a copy.
+    pub views: bool,
+    /// Peers on other hosts can be reached.
+    pub cross_host: bool,
+    /// Sources and destinations in device memory are taken.
+    pub device_memory: bool,
+    /// An older life of a key or publisher is always detected.
+    pub staleness_checked: bool,
+    /// A consumer that dies gives back what it held after a stated time.
+    pub leases: bool,
+}
+
+/// Names a transport and says why it was chosen.
+#[derive(Clone, Debug, serde::Serialize)]
+#[non_exhaustive]
+pub struct TransportInfo {
+    /// Registry name, such as `shm`, `tcp`, `memory`.
+    pub scheme: String,
+    /// Library or engine that moves the bytes, with its version.
+    pub engine: String,
+    /// What it can do.
+    pub capabilities: Capabilities,
+    /// Why this transport was chosen, for people.
+    pub reason: String,
+}
+
+impl TransportInfo {
+    /// Describes a transport that nothing has chosen yet.
+    pub fn new(
+        scheme: impl Into<String>,
+        engine: impl Into<String>,
+        capabilities: Capabilities,
+    ) -> Self {
+        Self {
+            scheme: scheme.into(),
+            engine: engine.into(),
+            capabilities,
+            reason: "constructed directly".into(),
+        }
+    }
+
+    /// Records why it was chosen.
+    #[must_use]
+    pub fn because(mut self, reason: impl Into<String>) -> Self {
+        self.reason = reason.into();
+        self
+    }
+}
+
+/// When the bytes of a source are final. Asked for at construction, so that it cannot be forgotten.
+#[derive(Clone, Debug)]
+pub enum Ready {
+    /// They are final now.
+    Now,
+    /// They are final once this event has happened; the copy waits for it.
+    After(Arc<dyn ReadyEvent>),
+}
+
+/// Something to wait for before a source may be read, such as a CUDA event.
+pub trait ReadyEvent: fmt::Debug + Send + Sync {
+    /// Blocks until the event has happened, at most `timeout`.
+    fn wait(&self, timeout: Duration) -> Result<()>;
+}
+
+/// One sample to publish.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Publication {
+    /// Identity; its object keys must be new unless `replace` is asked for.
+    pub sample: SampleKey,
+    /// Tensors by name, in the order in which they are placed and described.
+    pub tensors: IndexMap<FeatureName, Tensor>,
+    /// When the sources may be read.
+    pub ready: Ready,
+    /// Model layers of the hidden states, passed on to the descriptor.
+    pub aux_layer_ids: Option<Vec<i64>>,
+    /// Consumer that will fetch the sample. A transport with [`Capabilities::leases`] holds the
+    /// sample for it from the start, so that it cannot vanish or leak between publish and fetch.
+    pub holder: Option<ClientId>,
+}
+
+impl Publication {
+    /// A sample whose sources are final at `ready`.
+    pub fn new(sample: SampleKey, tensors: IndexMap<FeatureName, Tensor>, ready: Ready) -> Self {
+        Self { sample, tensors, ready, aux_layer_ids: None, holder: None }
+    }
+
+    /// Names the consumer to hold the sample for.
+    #[must_use]
+    pub fn held_by(mut self, holder: ClientId) -> Self {
+        self.holder = Some(holder);
+        self
+    }
+}
+
+/// A tensor: what it is, and its bytes.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Tensor {
+    /// Element type and shape.
+    pub meta: TensorMeta,
+    /// Exactly `meta.nbytes()` bytes, row-major, little-endian.
+    pub data: RegionSlice,
+}
+
+impl Tensor {
+    /// Puts meta and bytes together; their lengths must agree.
+    pub fn new(meta: TensorMeta, data: RegionSlice) -> Result<Self> {
+        if data.len() as u64 != meta.nbytes() {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                "describe tensor",
+                "the bytes do not fit element type and shape",
+            )
+            .with("tensor", &meta)
+            .with("expected", meta.nbytes())
+            .with("found", data.len()));
+        }
+        Ok(Self { meta, data })
+    }
+}
+
+/// Options of [`Transport::publish`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PublishOptions {
+    /// Whether an existing key is replaced rather than refused.
+    pub replace: bool,
+    /// How long the whole batch may wait for room and for its ready events.
+    pub deadline: Duration,
+}
+
+impl Default for PublishOptions {
+    fn default() -> Self {
+        Self { replace: false, deadline: DEFAULT_DEADLINE }
+    }
+}
+
+impl PublishOptions {
+    /// Replaces existing keys.
+    #[must_use]
+    pub fn replace(mut self, replace: bool) -> Self {
+        self.replace = replace;
+        self
+    }
+
+    /// Bounds the wait.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+}
+
+/// Where fetched bytes go.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Destination {
+    /// Nowhere: read them where the publisher put them. Needs [`Capabilities::views`].
+    View,
+    /// Into the transport's own receive pool.
+    Pool,
+    /// Into the caller's memory: one region per requested tensor, in the order of the request, each
+    /// exactly as long as its tensor.
+    Into(Vec<RegionMut>),
+}
+
+/// One sample to read.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FetchRequest {
+    /// What to read.
+    pub descriptor: Arc<Descriptor>,
+    /// Tensors to read, by name; all of them, in the descriptor's order, if `None`.
+    pub names: Option<Vec<FeatureName>>,
+    /// Where the bytes go.
+    pub destination: Destination,
+}
+
+impl FetchRequest {
+    /// Reads all tensors of a sample.
+    pub fn new(descriptor: Arc<Descriptor>, destination: Destination) -> Self {
+        Self { descriptor, names: None, destination }
+    }
+
+    /// Reads only some tensors.
+    #[must_use]
+    pub fn names(mut self, names: Vec<FeatureName>) -> Self {
+        self.names = Some(names);
+        self
+    }
+}
+
+/// Options of [`Transport::fetch`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct FetchOptions {
+    /// How long the whole call may take.
+    pub deadline: Duration,
+}
+
+impl Default for FetchOptions {
+    fn default() -> Self {
+        Self { deadline: DEFAULT_DEADLINE }
+    }
+}
+
+impl FetchOptions {
+    /// Bounds the call.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+}
+
+/// One sample as read.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Fetched {
+    /// What was read.
+    pub descriptor: Arc<Descriptor>,
+    /// The tensors, in the order asked for. Their memory lives as long as they do, but what a view
+    /// shows is only kept by the publisher until the sample is released.
+    pub tensors: IndexMap<FeatureName, Tensor>,
+    /// Whether the publisher's and the objects' lives were compared with the descriptor's; false
+    /// with older peers that do not tell.
+    pub staleness_checked: bool,
+}
+
+impl Fetched {
+    /// Puts a fetched sample together.
+    pub fn new(
+        descriptor: Arc<Descriptor>,
+        tensors: IndexMap<FeatureName, Tensor>,
+        staleness_checked: bool,
+    ) -> Self {
+        Self { descriptor, tensors, staleness_checked }
+    }
+
+    /// Bytes of the fetched tensors.
+    pub fn nbytes(&self) -> u64 {
+        self.tensors.values().map(|t| t.meta.nbytes()).sum()
+    }
+}
+
+/// One sample to let go of.
+#[derive(Clone, Debug)]
+pub struct Release {
+    /// The sample as it was described; its epoch and sequence numbers say which life is meant.
+    pub descriptor: Arc<Descriptor>,
+}
+
+impl From<Arc<Descriptor>> for Release {
+    fn from(descriptor: Arc<Descriptor>) -> Self {
+        Self { descriptor }
+    }
+}
+
+/// What became of a call to [`Transport::release`], in samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct ReleaseReport {
+    /// This call let go of them.
+    pub released: u64,
+    /// They were gone before.
+    pub already_gone: u64,
+    /// The key lives on in a newer life, which was left alone.
+    pub stale: u64,
+    /// Sent to a peer that does not answer frees; taken as released.
+    pub unconfirmed: u64,
+}
+
+impl ReleaseReport {
+    /// Adds another report.
+    pub fn merge(&mut self, other: Self) {
+        self.released += other.released;
+        self.already_gone += other.already_gone;
+        self.stale += other.stale;
+        self.unconfirmed += other.unconfirmed;
+    }
+}
+
+/// What a transport measures of itself. Bytes unless the name says otherwise.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct Health {
+    /// Published samples that are not yet released.
+    pub resident_samples: u64,
+    /// Bytes of their tensors.
+    pub resident_bytes: u64,
+    /// Ranges reserved for samples that are being filled.
+    pub reserved_bytes: u64,
+    /// Size of the arena; 0 for a transport without one.
+    pub arena_bytes: u64,
+    /// Free bytes of the arena.
+    pub arena_free_bytes: u64,
+    /// Largest free range of the arena.
+    pub arena_largest_free: u64,
+    /// Samples ever published.
+    pub published_samples: u64,
+    /// Samples whose memory ever came back.
+    pub released_samples: u64,
+    /// Frees of objects that were already gone.
+    pub duplicate_frees: u64,
+    /// Frees of an older life of an object that lives on.
+    pub stale_frees: u64,
+    /// Samples that came back because their holder died.
+    pub lease_expired_samples: u64,
+    /// Tensor payload that passed through host memory of this process.
+    pub host_payload_bytes: u64,
+    /// Tensor payload that moved within or between devices.
+    pub device_payload_bytes: u64,
+    /// Memory that an unfinished transfer may still write.
+    pub quarantined_bytes: u64,
+    /// Open connections to or from peers.
+    pub connected_peers: u64,
+    /// Lines, frames or requests of peers that were refused.
+    pub protocol_errors: u64,
+    /// The newest failure, for people.
+    pub last_error: Option<String>,
+}
