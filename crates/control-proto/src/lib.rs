@@ -1,1 +1,21 @@
-//! Placeholder
+//! Every byte format that two processes exchange, parsed and written without any I/O.
+//!
+//! - [`control`]: the line protocol between trainers and a capture server, which frees what was
+//!   captured;
+//! - [`mooncake`]: the peer handshake and the tcp data frames of Mooncake's transfer engine.
+//!
+//! What a peer sends is never trusted: lengths, counts and nesting are bounded, arithmetic is
+//! checked, and a bad line or frame is a typed error that costs the sender and nobody else.
+#![forbid(unsafe_code)]
+
+pub mod control;
+mod json;
+pub mod mooncake;
+mod secret;
+
+pub use secret::Secret;
+
+/// `host:port` names; the one parser of the workspace.
+pub mod session {
+    pub use transport_core::{SessionName, check_host};
+}

@@ -1,0 +1,421 @@
+//! What clients send: lists of keys, and objects with an `op`.
+
+use std::{fmt, time::Duration};
+
+use serde::de::IgnoredAny;
+use transport_core::{ClientId, Epoch, Error, ErrorKind, Result, Sequence};
+
+use super::{BadLine, KeyList, Limits, VERSION, bad_field, checked_text, lease_from_millis, utf8};
+use crate::{
+    Secret,
+    json::{ListFault, RawObject, Text, bounded_list, byte_position, write_number, write_string},
+};
+
+/// One line of a client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Request<'a> {
+    /// `["key",…]`: frees the current life of each key; no answer.
+    Keys(KeyList<'a>),
+    /// First extended line: says who the client is.
+    Hello(Hello),
+    /// Claims published objects for this client.
+    Hold {
+        /// Comes back in the answer.
+        id: u64,
+        /// Life of the server that the objects belong to.
+        epoch: Epoch,
+        /// What to claim.
+        objects: Objects<'a>,
+    },
+    /// Ends this client's claim; an object goes when nobody holds it.
+    Free {
+        /// Comes back in the answer.
+        id: u64,
+        /// Life of the server that the objects belong to.
+        epoch: Epoch,
+        /// What to free.
+        objects: Objects<'a>,
+    },
+    /// Asks for the server's measurements.
+    Health {
+        /// Comes back in the answer.
+        id: u64,
+    },
+    /// Shows that the client lives.
+    Ping {
+        /// Comes back in the answer.
+        id: u64,
+    },
+    /// Drops every claim of this client; the connection ends.
+    Bye,
+}
+
+impl<'a> Request<'a> {
+    /// Reads a line, without its newline. Fields that this version does not know are ignored.
+    pub fn parse(line: &'a [u8], limits: &Limits) -> Result<Self, BadLine> {
+        match line.trim_ascii_start().first() {
+            Some(b'[') => KeyList::parse(line, limits).map(Self::Keys),
+            Some(b'{') => Self::parse_op(checked_text(line, limits)?, limits),
+            _ => Err(not_a_message(utf8(line)?)),
+        }
+    }
+
+    fn parse_op(text: &'a str, limits: &Limits) -> Result<Self, BadLine> {
+        let object = RawObject::parse(text)?;
+        let Text(op) = object.field("op").map_err(bad_field)?;
+        let id = || object.field("id").map_err(bad_field);
+        let epoch = || object.field("epoch").map_err(bad_field);
+        Ok(match &*op {
+            "hello" => Self::Hello(Hello::parse(&object)?),
+            "hold" => {
+                Self::Hold { id: id()?, epoch: epoch()?, objects: Objects::parse(&object, limits)? }
+            }
+            "free" => {
+                Self::Free { id: id()?, epoch: epoch()?, objects: Objects::parse(&object, limits)? }
+            }
+            "health" => Self::Health { id: id()? },
+            "ping" => Self::Ping { id: id()? },
+            "bye" => Self::Bye,
+            _ => return Err(BadLine::UnknownOp),
+        })
+    }
+
+    /// The id of a bad line, if it can be made out, for the error reply.
+    pub fn id_of(line: &[u8], limits: &Limits) -> Option<u64> {
+        RawObject::parse(checked_text(line, limits).ok()?).ok()?.field("id").ok()
+    }
+}
+
+pub(super) fn not_a_message(text: &str) -> BadLine {
+    match serde_json::from_str::<IgnoredAny>(text) {
+        Ok(_) => BadLine::NotAMessage,
+        Err(error) => BadLine::NotJson { at: byte_position(text, &error) },
+    }
+}
+
+/// How an extended client introduces itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Hello {
+    /// Version of the extended lines that the client speaks.
+    pub version: u32,
+    /// Who the client is; its claims survive the connection by the lease.
+    pub client: ClientId,
+    /// How long its claims outlive its last sign of life; whole milliseconds up to
+    /// [`MAX_LEASE`](super::MAX_LEASE).
+    pub lease: Duration,
+    /// Proof of the right to free, where the server asks for one.
+    pub token: Option<Secret>,
+}
+
+impl Hello {
+    /// Introduces `client`, speaking [`VERSION`].
+    pub fn new(client: ClientId, lease: Duration, token: Option<Secret>) -> Self {
+        Self { version: VERSION, client, lease, token }
+    }
+
+    fn parse(object: &RawObject<'_>) -> Result<Self, BadLine> {
+        let text = |name| object.field::<Text<'_>>(name).map_err(bad_field);
+        let Text(client) = text("client")?;
+        let token = match object.optional::<Text<'_>>("token").map_err(bad_field)? {
+            Some(Text(token)) => Some(Secret::new(&*token).map_err(|_| bad_field("token"))?),
+            None => None,
+        };
+        Ok(Self {
+            version: object.field("version").map_err(bad_field)?,
+            client: ClientId::new(client).map_err(|_| bad_field("client"))?,
+            lease: lease_from_millis(object.field("lease_ms").map_err(bad_field)?)?,
+            token,
+        })
+    }
+}
+
+/// The objects of a `hold` or `free` line, in order; at most [`Limits::keys_per_line`].
+#[derive(Clone, PartialEq, Eq)]
+pub struct Objects<'a>(Vec<(Text<'a>, Option<Sequence>)>);
+
+impl<'a> Objects<'a> {
+    /// Number of objects in a line that every server with default limits takes, whatever the keys.
+    pub const PER_LINE: usize = 256;
+
+    fn parse(object: &RawObject<'a>, limits: &Limits) -> Result<Self, BadLine> {
+        let list = object.get("objects").ok_or(bad_field("objects"))?;
+        let limit = limits.keys_per_line;
+        bounded_list(list, limit).map(Self).map_err(|fault| match fault {
+            ListFault::TooMany => BadLine::TooManyKeys { limit },
+            ListFault::Type | ListFault::Syntax { .. } => bad_field("objects"),
+        })
+    }
+
+    /// Number of objects.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are no objects.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Key of each object, and the life that is meant: the current one, whichever it is, if `None`.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, Option<Sequence>)> + '_ {
+        self.0.iter().map(|(Text(key), seq)| (&**key, *seq))
+    }
+}
+
+impl fmt::Debug for Objects<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+/// Length at which [`write_keys`] starts a new line. Short lines are read without a copy and are
+/// within every connection's own share of the server's budget.
+const KEY_LINE_BYTES: usize = 16 << 10;
+
+/// Appends lists of keys, as many lines as it takes, and returns their number.
+///
+/// No keys, no line. A key is at most [`MAX_KEY_BYTES`](transport_core::MAX_KEY_BYTES) long.
+pub fn write_keys<K: AsRef<str>>(out: &mut Vec<u8>, keys: impl IntoIterator<Item = K>) -> usize {
+    let (mut lines, mut start) = (0, out.len());
+    for key in keys {
+        if lines == 0 || out.len() - start >= KEY_LINE_BYTES {
+            if lines > 0 {
+                out.extend_from_slice(b"]\n");
+            }
+            start = out.len();
+            lines += 1;
+            out.push(b'[');
+        } else {
+            out.push(b',');
+        }
+        write_string(out, key.as_ref());
+    }
+    if lines > 0 {
+        out.extend_from_slice(b"]\n");
+    }
+    lines
+}
+
+/// Appends a `hello` line.
+pub fn write_hello(out: &mut Vec<u8>, hello: &Hello) {
+    out.extend_from_slice(b"{\"op\":\"hello\",\"version\":");
+    write_number(out, hello.version.into());
+    out.extend_from_slice(b",\"client\":");
+    write_string(out, hello.client.as_str());
+    out.extend_from_slice(b",\"lease_ms\":");
+    write_number(out, millis(hello.lease));
+    if let Some(token) = &hello.token {
+        out.extend_from_slice(b",\"token\":");
+        write_string(out, token.expose());
+    }
+    out.extend_from_slice(b"}\n");
+}
+
+/// Appends a `hold` line; see [`write_free`].
+pub fn write_hold<K: AsRef<str>>(
+    out: &mut Vec<u8>,
+    id: u64,
+    epoch: Epoch,
+    objects: impl IntoIterator<Item = (K, Option<Sequence>)>,
+    limits: &Limits,
+) -> Result<()> {
+    write_objects(out, "hold", id, epoch, objects, limits)
+}
+
+/// Appends a `free` line.
+///
+/// Nothing is appended, and an error returned, if the line would go beyond `limits`; it never does
+/// with up to [`Objects::PER_LINE`] objects and default limits.
+pub fn write_free<K: AsRef<str>>(
+    out: &mut Vec<u8>,
+    id: u64,
+    epoch: Epoch,
+    objects: impl IntoIterator<Item = (K, Option<Sequence>)>,
+    limits: &Limits,
+) -> Result<()> {
+    write_objects(out, "free", id, epoch, objects, limits)
+}
+
+fn write_objects<K: AsRef<str>>(
+    out: &mut Vec<u8>,
+    op: &str,
+    id: u64,
+    epoch: Epoch,
+    objects: impl IntoIterator<Item = (K, Option<Sequence>)>,
+    limits: &Limits,
+) -> Result<()> {
+    let start = out.len();
+    open_op(out, op);
+    write_id(out, id);
+    out.extend_from_slice(b",\"epoch\":");
+    write_number(out, epoch.0);
+    out.extend_from_slice(b",\"objects\":[");
+    let mut count = 0usize;
+    for (key, seq) in objects {
+        out.extend_from_slice(if count == 0 { b"[" } else { b",[" });
+        write_string(out, key.as_ref());
+        match seq {
+            Some(seq) => {
+                out.push(b',');
+                write_number(out, seq.0);
+            }
+            None => out.extend_from_slice(b",null"),
+        }
+        out.push(b']');
+        count += 1;
+        let bytes = out.len() - start + b"]}".len();
+        if count > limits.keys_per_line || bytes > limits.line_bytes {
+            out.truncate(start);
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                "write control line",
+                "too many objects for one line",
+            )
+            .with("max_objects", limits.keys_per_line)
+            .with("max_bytes", limits.line_bytes)
+            .remedy(format!("send {} objects a line", Objects::PER_LINE)));
+        }
+    }
+    out.extend_from_slice(b"]}\n");
+    Ok(())
+}
+
+/// Appends a `health` line.
+pub fn write_health(out: &mut Vec<u8>, id: u64) {
+    open_op(out, "health");
+    write_id(out, id);
+    out.extend_from_slice(b"}\n");
+}
+
+/// Appends a `ping` line.
+pub fn write_ping(out: &mut Vec<u8>, id: u64) {
+    open_op(out, "ping");
+    write_id(out, id);
+    out.extend_from_slice(b"}\n");
+}
+
+/// Appends a `bye` line.
+pub fn write_bye(out: &mut Vec<u8>) {
+    out.extend_from_slice(b"{\"op\":\"bye\"}\n");
+}
+
+/// Appends `{"op":"…"`.
+pub(super) fn open_op(out: &mut Vec<u8>, op: &str) {
+    out.extend_from_slice(b"{\"op\":\"");
+    out.extend_from_slice(op.as_bytes());
+    out.push(b'"');
+}
+
+pub(super) fn write_id(out: &mut Vec<u8>, id: u64) {
+    out.extend_from_slice(b",\"id\":");
+    write_number(out, id);
+}
+
+/// Whole milliseconds, at least 1.
+pub(super) fn millis(lease: Duration) -> u64 {
+    u64::try_from(lease.as_millis()).unwrap_or(u64::MAX).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Request<'_>, BadLine> {
+        Request::parse(line.as_bytes(), &Limits::default())
+    }
+
+    #[test]
+    fn lines_with_an_op_are_read_whatever_the_order_of_their_fields() {
+        let line =
+            r#"{"objects":[["k",3],["l",null]],"id":7,"later":{"x":[1]},"epoch":9,"op":"free"}"#;
+        let Request::Free { id: 7, epoch: Epoch(9), objects } = parse(line).unwrap() else {
+            panic!("not a free line");
+        };
+        let found: Vec<_> = objects.iter().collect();
+        assert_eq!(found, [("k", Some(Sequence(3))), ("l", None)]);
+        assert_eq!(parse(r#"{"op":"p\u0069ng","id":1}"#), Ok(Request::Ping { id: 1 }));
+        assert_eq!(parse(r#"{"op":"bye"}"#), Ok(Request::Bye));
+    }
+
+    #[test]
+    fn bad_lines_are_named() {
+        let deep = format!("{{\"op\":\"bye\",\"x\":{}{}}}", "[".repeat(9), "]".repeat(9));
+        for (line, bad) in [
+            ("nonsense", BadLine::NotJson { at: 2 }),
+            ("17", BadLine::NotAMessage),
+            ("{}", bad_field("op")),
+            (r#"{"op":7}"#, bad_field("op")),
+            (r#"{"op":"drop"}"#, BadLine::UnknownOp),
+            (r#"{"op":"ping"}"#, bad_field("id")),
+            (r#"{"op":"ping","id":-1}"#, bad_field("id")),
+            (r#"{"op":"ping","id":1,"id":2}"#, BadLine::BadFields),
+            (r#"{"op":"hold","id":1,"objects":[]}"#, bad_field("epoch")),
+            (r#"{"op":"hold","id":1,"epoch":1}"#, bad_field("objects")),
+            (r#"{"op":"hold","id":1,"epoch":1,"objects":["k"]}"#, bad_field("objects")),
+            (r#"{"op":"hold","id":1,"epoch":1,"objects":[["k",-1]]}"#, bad_field("objects")),
+            (r#"{"op":"hello","version":1,"client":"a/b","lease_ms":1}"#, bad_field("client")),
+            (r#"{"op":"hello","version":1,"client":"a","lease_ms":0}"#, bad_field("lease_ms")),
+            (
+                r#"{"op":"hello","version":1,"client":"a","lease_ms":86400001}"#,
+                bad_field("lease_ms"),
+            ),
+            (
+                r#"{"op":"hello","version":1,"client":"a","lease_ms":1,"token":""}"#,
+                bad_field("token"),
+            ),
+            (&deep, BadLine::TooDeep { limit: 8 }),
+        ] {
+            assert_eq!(parse(line).unwrap_err(), bad, "{line}");
+        }
+        let limits = Limits::default();
+        assert_eq!(Request::parse(b"[\"\xff\"]", &limits), Err(BadLine::NotUtf8 { at: 2 }));
+        assert_eq!(Request::parse(b"\0", &limits), Err(BadLine::NotJson { at: 1 }));
+        assert_eq!(Request::id_of(br#"{"op":"drop","id":4}"#, &limits), Some(4));
+        assert_eq!(Request::id_of(b"{", &limits), None);
+    }
+
+    #[test]
+    fn tokens_are_neither_printed_nor_in_errors() {
+        let line = r#"{"op":"hello","version":1,"client":"a","lease_ms":1,"token":"hush"}"#;
+        assert!(!format!("{:?}", parse(line).unwrap()).contains("hush"));
+        let twice = line.replace("\"version\"", "\"token\":\"hush\",\"version\"");
+        let error = Error::from(parse(&twice).unwrap_err());
+        assert!(!format!("{error} {error:?}").contains("hush"));
+    }
+
+    #[test]
+    fn key_lines_split_before_they_grow_long() {
+        let keys: Vec<_> =
+            (0..1000).map(|i| format!("run0/run0:task-{i:08}/g1/hidden_states")).collect();
+        let mut out = Vec::new();
+        let lines = write_keys(&mut out, &keys);
+        assert_eq!(write_keys(&mut out, &[] as &[&str]), 0);
+        assert_eq!(out.iter().filter(|&&b| b == b'\n').count(), lines);
+        let mut found = Vec::new();
+        for line in out.strip_suffix(b"\n").unwrap().split(|&b| b == b'\n') {
+            assert!(line.len() < KEY_LINE_BYTES + 1100);
+            let Request::Keys(list) = Request::parse(line, &Limits::default()).unwrap() else {
+                panic!("not a list");
+            };
+            found.extend(list.iter().map(str::to_owned));
+        }
+        assert_eq!(found, keys);
+    }
+
+    #[test]
+    fn a_line_that_would_be_too_long_is_not_begun() {
+        let limits = Limits { line_bytes: 100, ..Limits::default() };
+        let mut out = b"before\n".to_vec();
+        let objects = || (0..20).map(|_| ("key", None));
+        let error = write_free(&mut out, 1, Epoch(1), objects(), &limits).unwrap_err();
+        assert_eq!(error.context("max_bytes"), Some("100"));
+        assert_eq!(out, b"before\n");
+        let few = Limits { keys_per_line: 19, ..Limits::default() };
+        assert!(write_hold(&mut out, 1, Epoch(1), objects(), &few).is_err());
+        let key = "\"".repeat(transport_core::MAX_KEY_BYTES);
+        let objects = (0..Objects::PER_LINE).map(|_| (&key, Some(Sequence(u64::MAX))));
+        write_free(&mut out, 1, Epoch(1), objects, &Limits::default()).unwrap();
+    }
+}

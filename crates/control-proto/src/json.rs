@@ -1,0 +1,282 @@
+//! JSON objects taken apart without guessing: borrowed fields, no duplicates, bounded depth.
+
+use std::{borrow::Cow, fmt, marker::PhantomData};
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor},
+};
+use serde_json::value::RawValue;
+
+/// Most fields that an object may have.
+pub(crate) const MAX_FIELDS: usize = 256;
+
+/// The fields of an object in their order, values unparsed.
+#[derive(Debug, Default)]
+pub(crate) struct RawObject<'a> {
+    fields: Vec<(Cow<'a, str>, &'a RawValue)>,
+}
+
+/// Why a text is no usable object. Positions are bytes from the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ObjectFault {
+    Syntax { at: usize },
+    NotAnObject,
+    Duplicate,
+    TooManyFields,
+}
+
+#[derive(Default)]
+struct Found<'a> {
+    object: RawObject<'a>,
+    fault: Option<ObjectFault>,
+}
+
+impl<'a> RawObject<'a> {
+    /// Takes an object apart; a field that appears twice is refused, not overwritten.
+    pub(crate) fn parse(text: &'a str) -> Result<Self, ObjectFault> {
+        if !text.trim_ascii_start().starts_with('{') {
+            return Err(ObjectFault::NotAnObject);
+        }
+        let found: Found<'a> = serde_json::from_str(text)
+            .map_err(|error| ObjectFault::Syntax { at: byte_position(text, &error) })?;
+        match found.fault {
+            Some(fault) => Err(fault),
+            None => Ok(found.object),
+        }
+    }
+
+    /// The raw text of a field; a field that is null counts as absent.
+    pub(crate) fn get(&self, name: &str) -> Option<&'a str> {
+        let (_, value) = self.fields.iter().find(|(n, _)| n == name)?;
+        (value.get() != "null").then_some(value.get())
+    }
+
+    /// A field parsed as `T`; the name comes back when it is missing or of another type.
+    pub(crate) fn field<T: Deserialize<'a>>(&self, name: &'static str) -> Result<T, &'static str> {
+        self.get(name).and_then(|raw| serde_json::from_str(raw).ok()).ok_or(name)
+    }
+
+    /// A field that may be missing or null.
+    pub(crate) fn optional<T: Deserialize<'a>>(
+        &self,
+        name: &'static str,
+    ) -> Result<Option<T>, &'static str> {
+        self.get(name).map(|raw| serde_json::from_str(raw).map_err(|_| name)).transpose()
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Found<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields;
+
+        impl<'de> Visitor<'de> for Fields {
+            type Value = Found<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
+                let mut found = Found::default();
+                while let Some(Text(name)) = map.next_key()? {
+                    let fields = &mut found.object.fields;
+                    if fields.len() == MAX_FIELDS {
+                        found.fault = Some(ObjectFault::TooManyFields);
+                    } else if fields.iter().any(|(n, _)| *n == name) {
+                        found.fault = Some(ObjectFault::Duplicate);
+                    }
+                    if found.fault.is_some() {
+                        map.next_value::<IgnoredAny>()?;
+                    } else {
+                        fields.push((name, map.next_value()?));
+                    }
+                }
+                Ok(found)
+            }
+        }
+
+        deserializer.deserialize_map(Fields)
+    }
+}
+
+/// A string that is borrowed where it holds no escapes.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Text<'a>(#[serde(borrow)] pub(crate) Cow<'a, str>);
+
+/// Why a text is no usable list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ListFault {
+    Syntax { at: usize },
+    Type,
+    TooMany,
+}
+
+/// A list of at most `limit` items; reading stops at the first one too many.
+pub(crate) fn bounded_list<'a, T: Deserialize<'a>>(
+    text: &'a str,
+    limit: usize,
+) -> Result<Vec<T>, ListFault> {
+    let mut exceeded = false;
+    let mut deserializer = serde_json::Deserializer::from_str(text);
+    let seed = Bounded { limit, exceeded: &mut exceeded, item: PhantomData };
+    let list = seed.deserialize(&mut deserializer).and_then(|l| deserializer.end().map(|()| l));
+    list.map_err(|error| match error.classify() {
+        _ if exceeded => ListFault::TooMany,
+        serde_json::error::Category::Data => ListFault::Type,
+        _ => ListFault::Syntax { at: byte_position(text, &error) },
+    })
+}
+
+struct Bounded<'b, T> {
+    limit: usize,
+    exceeded: &'b mut bool,
+    item: PhantomData<T>,
+}
+
+impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for Bounded<'_, T> {
+    type Value = Vec<T>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Vec<T>, D::Error> {
+        deserializer.deserialize_seq(self)
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for Bounded<'_, T> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<T>, A::Error> {
+        let mut items = Vec::new();
+        while let Some(item) = seq.next_element()? {
+            if items.len() == self.limit {
+                *self.exceeded = true;
+                return Err(A::Error::custom("too many items"));
+            }
+            items.push(item);
+        }
+        Ok(items)
+    }
+}
+
+/// Whether brackets outside strings nest deeper than `limit`. Does not check syntax.
+pub(crate) fn deeper_than(text: &str, limit: usize) -> bool {
+    let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
+    for byte in text.bytes() {
+        if in_string {
+            match byte {
+                _ if escaped => escaped = false,
+                b'\\' => escaped = true,
+                b'"' => in_string = false,
+                _ => {}
+            }
+            continue;
+        }
+        match byte {
+            b'"' => in_string = true,
+            b'[' | b'{' => {
+                depth += 1;
+                if depth > limit {
+                    return true;
+                }
+            }
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    false
+}
+
+/// Where an error of serde_json is, in bytes from the start of `text`.
+pub(crate) fn byte_position(text: &str, error: &serde_json::Error) -> usize {
+    let before: usize =
+        text.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum();
+    (before + error.column()).min(text.len())
+}
+
+/// Appends a JSON string literal.
+pub(crate) fn write_string(out: &mut Vec<u8>, text: &str) {
+    if text.bytes().all(|b| b >= 0x20 && b != b'"' && b != b'\\') {
+        out.push(b'"');
+        out.extend_from_slice(text.as_bytes());
+        out.push(b'"');
+    } else {
+        write_value(out, text);
+    }
+}
+
+/// Appends a value as compact JSON.
+pub(crate) fn write_value<T: serde::Serialize + ?Sized>(out: &mut Vec<u8>, value: &T) {
+    // The types written here have string keys and finite numbers, and a Vec takes every write.
+    serde_json::to_writer(out, value).expect("plain data is always serialisable");
+}
+
+/// Appends a number in decimal.
+pub(crate) fn write_number(out: &mut Vec<u8>, number: u64) {
+    let mut digits = [0u8; 20];
+    let mut start = digits.len();
+    let mut rest = number;
+    loop {
+        start -= 1;
+        digits[start] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        if rest == 0 {
+            break;
+        }
+    }
+    out.extend_from_slice(&digits[start..]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objects_are_taken_apart_and_duplicates_refused() {
+        let object = RawObject::parse(r#" {"a\u0062":[1,2],"c":null} "#).unwrap();
+        assert_eq!(object.field::<Vec<u64>>("ab"), Ok(vec![1, 2]));
+        assert_eq!(object.get("c"), None);
+        assert_eq!(object.field::<u64>("ab"), Err("ab"));
+        assert_eq!(object.optional::<u64>("c"), Ok(None));
+        let fault = |text: &str| RawObject::parse(text).unwrap_err();
+        assert_eq!(fault(r#"{"a":1,"\u0061":1}"#), ObjectFault::Duplicate);
+        assert_eq!(fault("[1]"), ObjectFault::NotAnObject);
+        assert_eq!(fault(r#"{"a":}"#), ObjectFault::Syntax { at: 6 });
+        let many = (0..257).map(|i| format!("\"{i}\":0")).collect::<Vec<_>>().join(",");
+        assert_eq!(fault(&format!("{{{many}}}")), ObjectFault::TooManyFields);
+    }
+
+    #[test]
+    fn lists_are_bounded() {
+        assert_eq!(bounded_list::<u8>("[1, 2]", 2), Ok(vec![1, 2]));
+        assert_eq!(bounded_list::<u8>("[1,2,3", 2), Err(ListFault::TooMany));
+        assert_eq!(bounded_list::<u8>("[1,\"\"]", 2), Err(ListFault::Type));
+        assert_eq!(bounded_list::<u8>("[1", 2), Err(ListFault::Syntax { at: 2 }));
+        assert_eq!(bounded_list::<u8>("[1]x", 2), Err(ListFault::Syntax { at: 4 }));
+    }
+
+    #[test]
+    fn depth_ignores_brackets_in_strings() {
+        assert!(!deeper_than(r#"["[[[[\"[[",1]"#, 1));
+        assert!(deeper_than("[[1]]", 1));
+        assert!(!deeper_than("[[1],[2]]", 2));
+    }
+
+    #[test]
+    fn strings_and_numbers_are_written_as_serde_json_does() {
+        for text in ["", "plain", "a\"b\\c\n\u{1}", "grün"] {
+            let mut out = Vec::new();
+            write_string(&mut out, text);
+            assert_eq!(out, serde_json::to_vec(text).unwrap());
+        }
+        for number in [0, 9, 10, u64::MAX] {
+            let mut out = Vec::new();
+            write_number(&mut out, number);
+            assert_eq!(out, number.to_string().into_bytes());
+        }
+    }
+}
