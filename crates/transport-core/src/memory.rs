@@ -52,6 +52,12 @@ struct Span {
     _owner: Owner, // kept for its Drop
 }
 
+impl Span {
+    fn keeping(self, also: Owner) -> Self {
+        Self { _owner: Arc::new((self._owner, also)), ..self } // fields drop in this order
+    }
+}
+
 // SAFETY: a span is an address, a length and an owner that is itself Send and Sync. Which accesses
 // are allowed is decided by the handle around it: unique for RegionMut, read-only for RegionSlice.
 unsafe impl Send for Span {}
@@ -169,6 +175,13 @@ impl RegionMut {
         (len <= self.0.len).then(|| Self(Span { len, ..self.0 }))
     }
 
+    /// Keeps `also` alive as long as the region or anything made from it, and drops it after the
+    /// memory itself: a pool slot's ticket, or a guard that tells when the memory went back.
+    #[must_use]
+    pub fn keeping(self, also: Owner) -> Self {
+        Self(self.0.keeping(also))
+    }
+
     /// Ends writing: from here on the bytes are only read.
     pub fn freeze(self) -> RegionSlice {
         RegionSlice(self.0)
@@ -231,6 +244,13 @@ impl RegionSlice {
             .kind
             .is_host()
             .then(|| unsafe { std::slice::from_raw_parts(self.0.start.as_ptr(), self.0.len) })
+    }
+
+    /// Keeps `also` alive as long as this handle and those made from it; see
+    /// [`RegionMut::keeping`].
+    #[must_use]
+    pub fn keeping(self, also: Owner) -> Self {
+        Self(self.0.keeping(also))
     }
 
     /// The bytes in `range`; `None` if it does not lie inside.
@@ -313,6 +333,18 @@ mod tests {
         let view = region.freeze().slice(8..16).unwrap();
         assert_eq!(drops.load(Ordering::SeqCst), 0);
         assert_eq!(view.as_bytes().unwrap(), [3; 8]);
+        drop(view);
+        assert_eq!(drops.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn a_kept_owner_lives_as_long_as_the_last_view() {
+        let drops = Arc::new(AtomicUsize::new(0));
+        let guard: Owner = Arc::new(Guard(drops.clone(), Vec::new()));
+        let (head, tail) = RegionMut::zeroed(8).unwrap().keeping(guard).split_at(4).unwrap();
+        let view = tail.freeze();
+        drop(head);
+        assert_eq!(drops.load(Ordering::SeqCst), 0);
         drop(view);
         assert_eq!(drops.load(Ordering::SeqCst), 1);
     }
