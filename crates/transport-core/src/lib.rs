@@ -3,15 +3,18 @@
 //! - names and places: [`ObjectKey`], [`SampleKey`], [`SessionName`], [`Epoch`], [`Sequence`];
 //! - tensors: [`Dtype`], [`TensorMeta`], [`Tensor`];
 //! - memory: [`RegionMut`], [`RegionSlice`];
-//! - the contract: [`Transport`], and [`Error`], which says what failed and what to do.
+//! - the contract: [`Transport`], and [`Error`], which says what failed and what to do;
+//! - the proof: [`conformance`], the suite that every transport passes.
 #![deny(unsafe_code)] // but for `memory`
 
 mod bytesize;
+pub mod conformance;
 mod descriptor;
 mod dtype;
 mod error;
 pub mod memory;
 mod names;
+mod rng;
 mod session;
 mod transport;
 
