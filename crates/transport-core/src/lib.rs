@@ -17,6 +17,7 @@ mod error;
 pub mod memory;
 pub mod memory_transport;
 mod names;
+pub mod registry;
 mod rng;
 mod session;
 mod transport;
