@@ -63,7 +63,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
             let title = format!("clippy {name} {}", extra.join(" "));
             report.check(title.trim_end(), || {
                 let mut clippy = workspace.cargo();
-                clippy.args(["clippy", "--package", name]).args(extra);
+                clippy.args(["clippy", "--no-deps", "--package", name]).args(extra);
                 command(workspace, clippy.args(["--", "-D", "warnings"]))
             });
         }
