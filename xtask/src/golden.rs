@@ -16,7 +16,7 @@ pub(crate) fn run(workspace: &Workspace, write: bool) -> Result<()> {
     }
     tests(workspace, None)?;
     if write {
-        let mut git = workspace.command("git");
+        let mut git = workspace.git();
         git.args(["status", "--short", "--", ":(glob)**/golden/**"]);
         let changes = process::output(&mut git)?;
         match changes.trim_end() {

@@ -36,7 +36,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     };
 
     // What takes no time comes first.
-    report.check("text of the sources", || Ok(text::check(workspace)));
+    report.check("text of the sources", || text::check(workspace));
     report.check("dependency direction", || Ok(layers::check(&workspace.members)));
     report.check("manifests", || Ok(manifests(workspace)));
     report.check("Cargo.lock is current", || {

@@ -124,6 +124,13 @@ impl Workspace {
         command
     }
 
+    /// A `git` that takes the repository whoever owns it, as in a container.
+    pub(crate) fn git(&self) -> Command {
+        let mut command = self.command("git");
+        command.arg("-c").arg(format!("safe.directory={}", self.root.display()));
+        command
+    }
+
     /// A `cargo` of the nightly toolchain, where rustup has one.
     pub(crate) fn nightly_cargo(&self) -> Command {
         let mut command = self.command("rustup");
@@ -143,7 +150,7 @@ impl Workspace {
 
     /// Files that git tracks or would track, relative to the root, sorted.
     pub(crate) fn files(&self) -> Result<Vec<PathBuf>> {
-        let mut command = self.command("git");
+        let mut command = self.git();
         command.args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"]);
         let listing = process::output(&mut command)?;
         let mut files: Vec<PathBuf> =

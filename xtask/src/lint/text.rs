@@ -6,7 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{lint::rust_source::RustSource, workspace::Workspace};
+use crate::{
+    libtest::Skipped,
+    lint::{Check, rust_source::RustSource},
+    workspace::Workspace,
+};
 
 /// Longest source below `crates/*/src`, in lines.
 const MAX_LINES: usize = 600;
@@ -37,11 +41,8 @@ const MACHINE_PATHS: &[&str] = &["/home/", "/root/", "/Users/"];
 const NAMES_PATHS: &[(&str, &str)] = &[("xtask/src/lint/text.rs", "it says what to look for")];
 
 /// Looks at every text that git has or would have.
-pub(super) fn check(workspace: &Workspace) -> Vec<String> {
-    let files = match workspace.files() {
-        Ok(files) => files,
-        Err(problem) => return vec![problem],
-    };
+pub(super) fn check(workspace: &Workspace) -> Check {
+    let files = workspace.files().map_err(|why| Skipped::new("text of the sources", why))?;
     let traces = Traces::of_this_machine(&workspace.root);
     let mut problems = Vec::new();
     for file in &files {
@@ -55,7 +56,7 @@ pub(super) fn check(workspace: &Workspace) -> Vec<String> {
             problems.push(format!("{listed}: listed in xtask/src/lint/text.rs and not there"));
         }
     }
-    problems
+    Ok(problems)
 }
 
 /// What gives away the machine that something was written on.
