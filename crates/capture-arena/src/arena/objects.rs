@@ -66,7 +66,7 @@ impl CaptureArena {
         let client = self.clients.known(client, now);
         let mut outcome = HoldOutcome::default();
         for (i, (key, seq)) in objects.iter().enumerate() {
-            match self.keys.get(key).and_then(|lives| lives.current) {
+            match self.lives(key).and_then(|lives| lives.current) {
                 None => outcome.gone.push(i as u32),
                 Some(id) if seq.is_some_and(|s| s != self.object(id).seq) => {
                     outcome.stale.push(i as u32);
@@ -89,7 +89,7 @@ impl CaptureArena {
 
     fn free_one(&mut self, who: Option<&ClientId>, key: &str, seq: Option<Sequence>) -> Freed {
         let client = who.and_then(|who| self.clients.index(who));
-        let lives = self.keys.get(key).copied().unwrap_or_default();
+        let lives = self.lives(key).copied().unwrap_or_default();
         let current = lives.current.map(Id::index);
         let is_current =
             current.filter(|&id| seq.is_none_or(|s| s == self.objects[id as usize].seq));
