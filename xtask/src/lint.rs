@@ -46,12 +46,25 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
         )
     });
     report.check("format", || {
-        command(workspace, workspace.cargo().args(["fmt", "--all", "--check"]))
+        command(
+            workspace,
+            workspace.cargo().args(["fmt", "--all", "--check", "--", "--color=never"]),
+        )
     });
     if workspace.root.join("fuzz/Cargo.toml").is_file() {
         report.check("format of fuzz", || {
             let mut fmt = workspace.cargo();
-            command(workspace, fmt.args(["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"]))
+            command(
+                workspace,
+                fmt.args([
+                    "fmt",
+                    "--manifest-path",
+                    "fuzz/Cargo.toml",
+                    "--check",
+                    "--",
+                    "--color=never",
+                ]),
+            )
         });
     }
     report.check("packages of a default build", || Ok(binary::packages(workspace)));
