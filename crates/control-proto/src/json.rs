@@ -52,6 +52,21 @@ impl<'a> RawObject<'a> {
         (value.get() != "null").then_some(value.get())
     }
 
+    /// Whether a field is there, be it null.
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        self.fields.iter().any(|(n, _)| n == name)
+    }
+
+    /// Number of fields.
+    pub(crate) fn len(&self) -> usize {
+        self.fields.len()
+    }
+
+    /// All fields, in their order.
+    pub(crate) fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &'a str)> {
+        self.fields.iter().map(|(name, value)| (&**name, value.get()))
+    }
+
     /// A field parsed as `T`; the name comes back when it is missing or of another type.
     pub(crate) fn field<T: Deserialize<'a>>(&self, name: &'static str) -> Result<T, &'static str> {
         self.get(name).and_then(|raw| serde_json::from_str(raw).ok()).ok_or(name)

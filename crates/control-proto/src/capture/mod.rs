@@ -1,0 +1,122 @@
+//! Capture requests and results: what trainers post to `/generate`, and what comes back.
+//!
+//! | form of a result | says where the bytes are by | read | written |
+//! |---|---|---|---|
+//! | store | its keys alone | yes | yes |
+//! | arena | `arena: {session, control}`, an address per tensor | yes | yes |
+//! | `nvlink` | the arena form under its older name | yes | as arena form |
+//! | token | `session_id`, `control_endpoint`, `control_token`, an address per tensor | yes | yes |
+//!
+//! The arena form has three optional additions: `epoch` beside `arena`, `seq` in each feature, and
+//! `arena.holder`. What an older publisher leaves out is `None`.
+//!
+//! A result that contradicts itself is refused: two locations, an unknown element type, a size
+//! that overflows or differs from shape and element type, an address without a location or beyond
+//! the address space.
+
+mod request;
+mod response;
+mod result;
+
+use transport_core::{Error, ErrorKind};
+
+use crate::json::{ListFault, ObjectFault, RawObject, Text};
+
+pub use request::{CaptureRequest, Form, Passthrough, Prompt, SampleRequest, Sampling};
+pub use response::{Checksum, Row, parse_response, write_response};
+pub use result::{CaptureOutcome, parse_result, write_result};
+
+pub(crate) use result::{
+    checked_nbytes, control_endpoint, feature_address, parse_meta, token_transport,
+};
+
+/// HTTP request header that names the client for whom the samples are born held.
+pub const HOLDER_HEADER: &str = "x-featurestore-holder";
+
+/// HTTP request header that asks for checksums; its only value is [`CHECKSUMS_XXH3`].
+pub const CHECKSUMS_HEADER: &str = "x-featurestore-checksums";
+
+/// Value of [`CHECKSUMS_HEADER`].
+pub const CHECKSUMS_XXH3: &str = "xxh3";
+
+/// Bounds on requests and responses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Longest body, in bytes.
+    pub body_bytes: usize,
+    /// Most samples in a request or response.
+    pub samples: usize,
+    /// Most tokens of one prompt.
+    pub prompt_tokens: usize,
+    /// Most tensors of one sample; at most 256.
+    pub features: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { body_bytes: 64 << 20, samples: 4096, prompt_tokens: 1 << 20, features: 64 }
+    }
+}
+
+/// The text of a body within its bound.
+fn body_text<'a>(
+    body: &'a [u8],
+    limits: &Limits,
+    error: impl Fn(&'static str) -> Error,
+) -> Result<&'a str, Error> {
+    if body.len() > limits.body_bytes {
+        return Err(error("the body is too long")
+            .with("found", body.len())
+            .with("max_bytes", limits.body_bytes));
+    }
+    std::str::from_utf8(body)
+        .map_err(|e| error("the body is not UTF-8").with("at", e.valid_up_to()))
+}
+
+/// Turns the faults of JSON texts into errors of one operation. Never shows the text itself.
+#[derive(Clone, Copy)]
+pub(crate) struct Faults {
+    pub(crate) kind: ErrorKind,
+    pub(crate) operation: &'static str,
+}
+
+impl Faults {
+    pub(crate) fn error(self, message: &'static str) -> Error {
+        Error::new(self.kind, self.operation, message)
+    }
+
+    pub(crate) fn field(self, field: &'static str) -> Error {
+        self.error("a field is missing or unusable").with("field", field)
+    }
+
+    pub(crate) fn object(self, fault: ObjectFault) -> Error {
+        match fault {
+            ObjectFault::Syntax { at } => self.error("not JSON").with("at", at),
+            ObjectFault::NotAnObject => self.error("not an object"),
+            ObjectFault::Duplicate => self.error("a field appears twice"),
+            ObjectFault::TooManyFields => self.error("too many fields"),
+        }
+    }
+
+    /// The faults of a field that holds a list.
+    pub(crate) fn list(self, field: &'static str, fault: ListFault) -> Error {
+        match fault {
+            ListFault::Syntax { .. } | ListFault::Type => self.field(field),
+            ListFault::TooMany => self.error("a list is too long").with("field", field),
+        }
+    }
+
+    pub(crate) fn text(self, object: &RawObject<'_>, field: &'static str) -> Result<String, Error> {
+        let Text(text) = object.field(field).map_err(|field| self.field(field))?;
+        Ok(text.into_owned())
+    }
+
+    /// A field that parses from text, such as a name.
+    pub(crate) fn parse<T: std::str::FromStr<Err = Error>>(
+        self,
+        object: &RawObject<'_>,
+        field: &'static str,
+    ) -> Result<T, Error> {
+        self.text(object, field)?.parse().map_err(|error| self.field(field).source(error))
+    }
+}

@@ -1,0 +1,543 @@
+//! The body of `POST /generate` that asks for captures.
+
+use serde_json::{Map, Value};
+use transport_core::{
+    Descriptor, Dtype, Error, ErrorKind, FeatureName, Generation, Result, SampleKey, TensorMeta,
+};
+
+use super::{Faults, Limits, body_text};
+use crate::json::{RawObject, Text, bounded_list, write_number, write_string, write_value};
+
+const READ: Faults = Faults { kind: ErrorKind::InvalidInput, operation: "read capture request" };
+
+/// Fields that have a meaning here and cannot be set through [`CaptureRequest::other`].
+const RESERVED: [&str; 4] = ["input_ids", "extra_key", "sampling_params", "spec_capture"];
+
+/// Where a request carries what to capture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// Top-level `spec_capture`: one object per prompt.
+    Patch,
+    /// `sampling_params.custom_params.spec_capture`: the same object as a JSON string.
+    Plugin,
+}
+
+/// A request to run prompts and capture their hidden states.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct CaptureRequest {
+    /// How it says what to capture.
+    pub form: Form,
+    /// Whether prompts came as a list, so that a list answers; otherwise there is one prompt.
+    pub batched: bool,
+    /// The prompts, in order; at least one.
+    pub prompts: Vec<Prompt>,
+    /// How to sample, the same for all.
+    pub sampling: Sampling,
+    /// Further fields, for the server as it is; none of them reserved.
+    pub other: Map<String, Value>,
+}
+
+/// One prompt of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prompt {
+    /// Token ids.
+    pub input_ids: Vec<i64>,
+    /// Fresh text per attempt that keeps prefix caches from serving a part of the prompt.
+    pub extra_key: Option<String>,
+    /// What to capture.
+    pub sample: SampleRequest,
+}
+
+/// Sampling parameters that matter to captures.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Temperature; 0 is greedy.
+    pub temperature: f64,
+    /// Tokens to generate after the prompt: 1 in the patch form, 0 in the plugin form.
+    pub max_new_tokens: u64,
+}
+
+/// What to capture of one prompt, and under which names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SampleRequest {
+    /// Identity of the sample.
+    pub sample: SampleKey,
+    /// Whether objects of an earlier attempt are replaced.
+    pub replace: bool,
+    /// Name for the concatenated hidden states of the tapped layers.
+    pub aux: Option<FeatureName>,
+    /// Name for the last hidden state.
+    pub last_hidden: Option<FeatureName>,
+    /// Tensors that travel with the request and are stored beside the captured ones.
+    pub passthrough: Vec<Passthrough>,
+    /// Transport that the client can read from, where it says so.
+    pub transport: Option<String>,
+}
+
+/// A small integer tensor that the request carries.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Passthrough {
+    name: FeatureName,
+    meta: TensorMeta,
+    data: Vec<i64>,
+}
+
+impl CaptureRequest {
+    /// A request with greedy sampling and the number of new tokens that `form` asks for.
+    pub fn new(form: Form, prompts: Vec<Prompt>) -> Self {
+        let max_new_tokens = match form {
+            Form::Patch => 1,
+            Form::Plugin => 0,
+        };
+        let sampling = Sampling { temperature: 0.0, max_new_tokens };
+        Self { form, batched: true, prompts, sampling, other: Map::new() }
+    }
+
+    /// Reads a body. Fields without a meaning here are kept in [`Self::other`].
+    pub fn parse(body: &[u8], limits: &Limits) -> Result<Self> {
+        let text = body_text(body, limits, |why| READ.error(why))?;
+        let object = RawObject::parse(text).map_err(|fault| READ.object(fault))?;
+        let (batched, input_ids) = parse_input_ids(&object, limits)?;
+        let extra_keys = parse_extra_keys(&object, input_ids.len())?;
+        let (sampling, plugin) = parse_sampling(&object, limits)?;
+        let patch = object.get("spec_capture").map(|raw| one_or_list(raw, limits)).transpose()?;
+        let (form, samples) = match (patch, plugin) {
+            (Some(raw), None) => {
+                let samples: Result<Vec<_>> =
+                    raw.into_iter().map(|raw| SampleRequest::parse(raw.get(), limits)).collect();
+                (Form::Patch, samples?)
+            }
+            (None, Some(texts)) => {
+                let samples: Result<Vec<_>> =
+                    texts.iter().map(|text| SampleRequest::parse(text, limits)).collect();
+                (Form::Plugin, samples?)
+            }
+            (None, None) => {
+                return Err(READ
+                    .error("nothing says what to capture")
+                    .remedy("set spec_capture, or sampling_params.custom_params.spec_capture"));
+            }
+            (Some(_), Some(_)) => {
+                return Err(READ.error("spec_capture is given twice").remedy(
+                    "use either spec_capture or sampling_params.custom_params.spec_capture",
+                ));
+            }
+        };
+        if samples.len() != input_ids.len() {
+            return Err(READ
+                .error("there is not one spec_capture per prompt")
+                .with("expected", input_ids.len())
+                .with("found", samples.len()));
+        }
+        let prompts = input_ids.into_iter().zip(extra_keys).zip(samples);
+        let prompts = prompts
+            .map(|((input_ids, extra_key), sample)| Prompt { input_ids, extra_key, sample })
+            .collect();
+        let mut other = Map::new();
+        for (name, raw) in object.iter().filter(|(name, _)| !RESERVED.contains(name)) {
+            let value = serde_json::from_str(raw).map_err(|_| READ.error("nested too deeply"))?;
+            other.insert(name.to_owned(), value);
+        }
+        Ok(Self { form, batched, prompts, sampling, other })
+    }
+
+    /// Appends the body.
+    ///
+    /// Refuses a request without prompts, one that is not batched with several, and reserved names
+    /// in [`Self::other`].
+    pub fn write(&self, out: &mut Vec<u8>) -> Result<()> {
+        let invalid = |why| Error::new(ErrorKind::InvalidInput, "write capture request", why);
+        if self.prompts.is_empty() || (!self.batched && self.prompts.len() > 1) {
+            return Err(invalid("the number of prompts does not fit"));
+        }
+        if let Some(name) = self.other.keys().find(|name| RESERVED.contains(&&***name)) {
+            return Err(invalid("a reserved field is set").with("field", name));
+        }
+        if !self.sampling.temperature.is_finite() {
+            return Err(invalid("the temperature is not a number"));
+        }
+        out.extend_from_slice(b"{\"input_ids\":");
+        self.write_each(out, |out, prompt| write_value(out, &prompt.input_ids));
+        if self.prompts.iter().any(|prompt| prompt.extra_key.is_some()) {
+            out.extend_from_slice(b",\"extra_key\":");
+            self.write_each(out, |out, prompt| write_value(out, &prompt.extra_key));
+        }
+        out.extend_from_slice(b",\"sampling_params\":");
+        match self.form {
+            Form::Patch => {
+                self.write_sampling(out);
+                out.extend_from_slice(b"},\"spec_capture\":");
+                self.write_each(out, |out, prompt| prompt.sample.write(out));
+            }
+            Form::Plugin => self.write_each(out, |out, prompt| {
+                self.write_sampling(out);
+                out.extend_from_slice(b",\"custom_params\":{\"spec_capture\":");
+                let mut json = Vec::new();
+                prompt.sample.write(&mut json);
+                write_string(out, &String::from_utf8_lossy(&json));
+                out.extend_from_slice(b"}}");
+            }),
+        }
+        for (name, value) in &self.other {
+            out.push(b',');
+            write_string(out, name);
+            out.push(b':');
+            write_value(out, value);
+        }
+        out.push(b'}');
+        Ok(())
+    }
+
+    /// Appends a list of what `write` makes of each prompt, or just that of the only prompt.
+    fn write_each(&self, out: &mut Vec<u8>, write: impl Fn(&mut Vec<u8>, &Prompt)) {
+        if self.batched {
+            out.push(b'[');
+        }
+        for (i, prompt) in self.prompts.iter().enumerate() {
+            if i > 0 {
+                out.push(b',');
+            }
+            write(out, prompt);
+        }
+        if self.batched {
+            out.push(b']');
+        }
+    }
+
+    /// Appends the sampling object but for its closing brace.
+    fn write_sampling(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(b"{\"temperature\":");
+        write_value(out, &self.sampling.temperature);
+        out.extend_from_slice(b",\"max_new_tokens\":");
+        write_number(out, self.sampling.max_new_tokens);
+    }
+}
+
+type Raw<'a> = &'a serde_json::value::RawValue;
+
+/// A list's items, or the one item that stands for a list.
+fn one_or_list<'a>(raw: &'a str, limits: &Limits) -> Result<Vec<Raw<'a>>> {
+    if raw.starts_with('[') {
+        bounded_list(raw, limits.samples).map_err(|fault| READ.list("spec_capture", fault))
+    } else {
+        Ok(vec![serde_json::from_str(raw).map_err(|_| READ.field("spec_capture"))?])
+    }
+}
+
+fn parse_input_ids(object: &RawObject<'_>, limits: &Limits) -> Result<(bool, Vec<Vec<i64>>)> {
+    let list = |raw, most| bounded_list(raw, most).map_err(|fault| READ.list("input_ids", fault));
+    let raw = object.get("input_ids").ok_or_else(|| READ.field("input_ids"))?;
+    let nested = raw.strip_prefix('[').is_some_and(|r| r.trim_ascii_start().starts_with('['));
+    if !nested {
+        let ids = list(raw, limits.prompt_tokens)?;
+        if ids.is_empty() {
+            return Err(READ.error("a prompt has no tokens"));
+        }
+        return Ok((false, vec![ids]));
+    }
+    let prompts: Vec<Raw<'_>> =
+        bounded_list(raw, limits.samples).map_err(|fault| READ.list("input_ids", fault))?;
+    let prompts: Vec<_> = prompts
+        .into_iter()
+        .map(|prompt| list(prompt.get(), limits.prompt_tokens))
+        .collect::<Result<_>>()?;
+    if prompts.iter().any(Vec::is_empty) {
+        return Err(READ.error("a prompt has no tokens"));
+    }
+    Ok((true, prompts))
+}
+
+fn parse_extra_keys(object: &RawObject<'_>, prompts: usize) -> Result<Vec<Option<String>>> {
+    let keys = match object.get("extra_key") {
+        None => return Ok(vec![None; prompts]),
+        Some(raw) if raw.starts_with('[') => {
+            bounded_list(raw, prompts).map_err(|fault| READ.list("extra_key", fault))?
+        }
+        Some(raw) => vec![serde_json::from_str(raw).map_err(|_| READ.field("extra_key"))?],
+    };
+    if keys.len() != prompts {
+        return Err(READ
+            .error("there is not one extra_key per prompt")
+            .with("expected", prompts)
+            .with("found", keys.len()));
+    }
+    Ok(keys)
+}
+
+/// The sampling parameters, and what they say to capture in the plugin form.
+fn parse_sampling(
+    object: &RawObject<'_>,
+    limits: &Limits,
+) -> Result<(Sampling, Option<Vec<String>>)> {
+    let mut sampling = Sampling { temperature: 1.0, max_new_tokens: 128 }; // the server's defaults
+    let Some(raw) = object.get("sampling_params") else { return Ok((sampling, None)) };
+    let field = |name| READ.field(name);
+    let (mut texts, all) = (Vec::new(), one_or_list(raw, limits)?);
+    for raw in &all {
+        let params = RawObject::parse(raw.get()).map_err(|fault| READ.object(fault))?;
+        if let Some(temperature) = params.optional("temperature").map_err(field)? {
+            sampling.temperature = temperature;
+        }
+        if let Some(tokens) = params.optional("max_new_tokens").map_err(field)? {
+            sampling.max_new_tokens = tokens;
+        }
+        let Some(custom) = params.get("custom_params") else { continue };
+        let custom = RawObject::parse(custom).map_err(|fault| READ.object(fault))?;
+        if let Some(Text(text)) = custom.optional("spec_capture").map_err(field)? {
+            texts.push(text.into_owned());
+        }
+    }
+    match texts.len() {
+        0 => Ok((sampling, None)),
+        found if found == all.len() => Ok((sampling, Some(texts))),
+        found => Err(READ
+            .error("only some sampling_params say what to capture")
+            .with("expected", all.len())
+            .with("found", found)),
+    }
+}
+
+impl SampleRequest {
+    /// Asks for nothing yet.
+    pub fn new(sample: SampleKey) -> Self {
+        Self {
+            sample,
+            replace: false,
+            aux: None,
+            last_hidden: None,
+            passthrough: Vec::new(),
+            transport: None,
+        }
+    }
+
+    /// Names of the sample's tensors, in the order in which they are stored.
+    pub fn names(&self) -> impl Iterator<Item = &FeatureName> {
+        let carried = self.passthrough.iter().map(Passthrough::name);
+        self.aux.iter().chain(&self.last_hidden).chain(carried)
+    }
+
+    /// Reads the object, as in `spec_capture`.
+    pub fn parse(json: &str, limits: &Limits) -> Result<Self> {
+        let object = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
+        let sample = SampleKey::new(
+            READ.parse(&object, "store_id")?,
+            READ.parse(&object, "sample_id")?,
+            Generation(object.field("gen").map_err(|field| READ.field(field))?),
+        );
+        let mut request = Self::new(sample);
+        let optional = |name| object.optional(name).map_err(|field| READ.field(field));
+        request.replace = optional("replace")?.unwrap_or(false);
+        if let Some(features) = object.get("features") {
+            request.parse_features(features)?;
+        }
+        if let Some(raw) = object.get("passthrough") {
+            let tensors: Vec<Raw<'_>> = bounded_list(raw, limits.features)
+                .map_err(|fault| READ.list("passthrough", fault))?;
+            request.passthrough = tensors
+                .into_iter()
+                .map(|raw| Passthrough::parse(raw.get(), limits))
+                .collect::<Result<_>>()?;
+        }
+        if let Some(Text(transport)) =
+            object.optional("transport").map_err(|field| READ.field(field))?
+        {
+            if transport.is_empty() || transport.len() > 64 {
+                return Err(READ.field("transport"));
+            }
+            request.transport = Some(transport.into_owned());
+        }
+        request.check(limits)?;
+        Ok(request)
+    }
+
+    fn parse_features(&mut self, json: &str) -> Result<()> {
+        let features = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
+        for (source, raw) in features.iter().filter(|(_, raw)| *raw != "null") {
+            let place = match source {
+                "aux" => &mut self.aux,
+                "last_hidden" => &mut self.last_hidden,
+                _ => {
+                    return Err(READ
+                        .error("a feature has an unknown source")
+                        .with("found", format_args!("{:?}", shortened(source)))
+                        .remedy("use aux, last_hidden, or passthrough tensors"));
+                }
+            };
+            let Text(name) = serde_json::from_str(raw).map_err(|_| READ.field("features"))?;
+            *place = Some(FeatureName::new(name)?);
+        }
+        Ok(())
+    }
+
+    fn check(&self, limits: &Limits) -> Result<()> {
+        let names: Vec<_> = self.names().collect();
+        if names.is_empty() || names.len() > limits.features {
+            return Err(READ
+                .error("the number of tensors is out of range")
+                .with("key", &self.sample)
+                .with("found", names.len())
+                .with("max", limits.features));
+        }
+        let twice = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name));
+        match twice {
+            Some((_, name)) => Err(READ
+                .error("two tensors have the same name")
+                .with("key", self.sample.object(name))),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that a result is what was asked for: the same sample, the same names, and `tokens`
+    /// rows wherever a tensor has a second dimension.
+    pub fn check_result(&self, descriptor: &Descriptor, tokens: u64) -> Result<()> {
+        let wrong = |why: &'static str| Error::new(ErrorKind::Corrupt, "check capture result", why);
+        if descriptor.sample != self.sample {
+            return Err(wrong("wrong object identity")
+                .with("expected", &self.sample)
+                .with("found", &descriptor.sample));
+        }
+        if let Some(name) = self.names().find(|name| !descriptor.features.contains_key(*name)) {
+            return Err(wrong("a tensor is missing").with("key", self.sample.object(name)));
+        }
+        if descriptor.features.len() != self.names().count() {
+            return Err(wrong("there are tensors that were not asked for")
+                .with("key", &self.sample)
+                .with("expected", self.names().count())
+                .with("found", descriptor.features.len()));
+        }
+        for (name, feature) in &descriptor.features {
+            let rows = feature.meta.shape().get(1).copied().unwrap_or(tokens);
+            if rows != tokens {
+                return Err(wrong("a tensor has another length than the prompt")
+                    .with("key", self.sample.object(name))
+                    .with("expected", tokens)
+                    .with("found", rows));
+            }
+        }
+        for sent in &self.passthrough {
+            let found = &descriptor.features[&sent.name].meta;
+            if *found != sent.meta {
+                return Err(wrong("a tensor of the request came back as another")
+                    .with("key", self.sample.object(&sent.name))
+                    .with("expected", &sent.meta)
+                    .with("found", found));
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(b"{\"store_id\":");
+        write_string(out, self.sample.store_id.as_str());
+        out.extend_from_slice(b",\"sample_id\":");
+        write_string(out, self.sample.sample_id.as_str());
+        out.extend_from_slice(b",\"gen\":");
+        write_number(out, self.sample.generation.0);
+        out.extend_from_slice(b",\"replace\":");
+        write_value(out, &self.replace);
+        out.extend_from_slice(b",\"features\":{");
+        let sources = [("aux", &self.aux), ("last_hidden", &self.last_hidden)];
+        let named = sources.into_iter().filter_map(|(source, name)| Some((source, name.as_ref()?)));
+        for (i, (source, name)) in named.enumerate() {
+            if i > 0 {
+                out.push(b',');
+            }
+            write_string(out, source);
+            out.push(b':');
+            write_string(out, name.as_str());
+        }
+        out.extend_from_slice(b"},\"passthrough\":[");
+        for (i, tensor) in self.passthrough.iter().enumerate() {
+            if i > 0 {
+                out.push(b',');
+            }
+            tensor.write(out);
+        }
+        out.push(b']');
+        if let Some(transport) = &self.transport {
+            out.extend_from_slice(b",\"transport\":");
+            write_string(out, transport);
+        }
+        out.push(b'}');
+    }
+}
+
+impl Passthrough {
+    /// A tensor of whole numbers; their number must fit the shape and each must fit the element
+    /// type, which is an integer type or bool.
+    pub fn new(name: FeatureName, meta: TensorMeta, data: Vec<i64>) -> Result<Self> {
+        let invalid = |why: &'static str| {
+            READ.error(why).with("tensor", format_args!("{:?}", name.as_str())).with("meta", &meta)
+        };
+        let range = match meta.dtype() {
+            Dtype::Int64 => i64::MIN..=i64::MAX,
+            Dtype::Int32 => i32::MIN.into()..=i32::MAX.into(),
+            Dtype::Int16 => i16::MIN.into()..=i16::MAX.into(),
+            Dtype::Int8 => i8::MIN.into()..=i8::MAX.into(),
+            Dtype::Uint8 => 0..=u8::MAX.into(),
+            Dtype::Bool => 0..=1,
+            _ => return Err(invalid("passthrough tensors hold whole numbers")),
+        };
+        if data.len() as u64 != meta.nbytes() / meta.dtype().size() {
+            return Err(invalid("the data does not fit the shape").with("found", data.len()));
+        }
+        if let Some(value) = data.iter().find(|value| !range.contains(value)) {
+            return Err(invalid("a number does not fit the element type").with("found", value));
+        }
+        Ok(Self { name, meta, data })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &FeatureName {
+        &self.name
+    }
+
+    /// Element type and shape.
+    pub fn meta(&self) -> &TensorMeta {
+        &self.meta
+    }
+
+    /// The numbers, in row-major order.
+    pub fn data(&self) -> &[i64] {
+        &self.data
+    }
+
+    /// Writes the numbers as stored: little-endian, in the element type.
+    ///
+    /// # Panics
+    /// If `out` is not exactly as long as the tensor.
+    pub fn write_le(&self, out: &mut [u8]) {
+        assert_eq!(out.len() as u64, self.meta.nbytes(), "the destination fits the tensor");
+        let size = self.meta.dtype().size() as usize;
+        for (place, value) in out.chunks_exact_mut(size).zip(&self.data) {
+            place.copy_from_slice(&value.to_le_bytes()[..size]); // truncation keeps the value
+        }
+    }
+
+    fn parse(json: &str, limits: &Limits) -> Result<Self> {
+        let object = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
+        let meta = super::result::parse_meta(&object, READ)?;
+        let raw = object.get("data").ok_or_else(|| READ.field("data"))?;
+        let most = limits.prompt_tokens.saturating_mul(16); // a few numbers per token
+        let data = bounded_list(raw, most).map_err(|fault| READ.list("data", fault))?;
+        Self::new(READ.parse(&object, "name")?, meta, data)
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(b"{\"name\":");
+        write_string(out, self.name.as_str());
+        out.extend_from_slice(b",\"data\":");
+        write_value(out, &self.data);
+        out.extend_from_slice(b",\"shape\":");
+        write_value(out, self.meta.shape());
+        out.extend_from_slice(b",\"dtype\":");
+        write_string(out, self.meta.dtype().name());
+        out.push(b'}');
+    }
+}
+
+/// The start of a text, for an error.
+pub(crate) fn shortened(text: &str) -> String {
+    text.chars().take(80).collect()
+}
