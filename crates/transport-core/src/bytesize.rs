@@ -79,7 +79,7 @@ impl FromStr for ByteSize {
             fraction.parse().map_err(|_| invalid("not a decimal number"))?
         };
         let part = fraction * u128::from(scale);
-        if part % denominator != 0 {
+        if !part.is_multiple_of(denominator) {
             return Err(invalid("does not come out as whole bytes"));
         }
         let bytes = whole

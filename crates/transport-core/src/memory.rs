@@ -14,10 +14,14 @@ use std::{
     fmt,
     ops::Range,
     ptr::NonNull,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+    time::Duration,
 };
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, ReadyEvent, Result};
 
 /// Where bytes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,6 +54,12 @@ struct Span {
     len: usize,
     kind: RegionKind,
     _owner: Owner, // kept for its Drop
+}
+
+impl Span {
+    fn keeping(self, also: Owner) -> Self {
+        Self { _owner: Arc::new((self._owner, also)), ..self } // fields drop in this order
+    }
 }
 
 // SAFETY: a span is an address, a length and an owner that is itself Send and Sync. Which accesses
@@ -169,9 +179,72 @@ impl RegionMut {
         (len <= self.0.len).then(|| Self(Span { len, ..self.0 }))
     }
 
+    /// Keeps `also` alive as long as the region or anything made from it, and drops it after the
+    /// memory itself: a pool slot's ticket, or a guard that tells when the memory went back.
+    #[must_use]
+    pub fn keeping(self, also: Owner) -> Self {
+        Self(self.0.keeping(also))
+    }
+
     /// Ends writing: from here on the bytes are only read.
     pub fn freeze(self) -> RegionSlice {
         RegionSlice(self.0)
+    }
+}
+
+impl RegionMut {
+    /// Host memory that says it is device memory: what a transport without device support must
+    /// refuse, for the conformance suite.
+    pub(crate) fn pretended_device(len: usize) -> Result<Self> {
+        let region = Self::zeroed(len)?;
+        Ok(Self(Span { kind: RegionKind::Cuda { device: 0 }, ..region.0 }))
+    }
+}
+
+/// A source whose bytes arrive when its ready event is waited for, for the conformance suite.
+///
+/// The slice shows zeros before. The contract forbids reading it before [`ReadyEvent::wait`]
+/// returns; a transport that does so sees the zeros and fails its case.
+pub(crate) struct LateSource {
+    region: RegionSlice,
+    bytes: Vec<u8>,
+    delay: Duration,
+}
+
+impl LateSource {
+    /// A source of `bytes`, which take `delay` to arrive.
+    pub(crate) fn new(bytes: Vec<u8>, delay: Duration) -> Result<Self> {
+        Ok(Self { region: RegionMut::zeroed(bytes.len())?.freeze(), bytes, delay })
+    }
+
+    /// The memory that the bytes arrive in.
+    pub(crate) fn region(&self) -> RegionSlice {
+        self.region.clone()
+    }
+}
+
+impl ReadyEvent for LateSource {
+    fn wait(&self, timeout: Duration) -> Result<()> {
+        std::thread::sleep(self.delay.min(timeout));
+        if self.delay > timeout {
+            return Err(Error::new(ErrorKind::Timeout, "wait for source", "not ready in time"));
+        }
+        for (at, &byte) in self.bytes.iter().enumerate() {
+            // SAFETY: `at < bytes.len() == region.len()`, so the address stays inside.
+            let place = unsafe { self.region.0.start.add(at) };
+            // SAFETY: the byte is allocated, initialised heap memory that `region` keeps alive, and
+            // is at all times written atomically, here. Whoever keeps the contract reads it only
+            // after this function returned.
+            let place = unsafe { AtomicU8::from_ptr(place.as_ptr()) };
+            place.store(byte, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for LateSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LateSource").field("len", &self.bytes.len()).finish_non_exhaustive()
     }
 }
 
@@ -233,6 +306,13 @@ impl RegionSlice {
             .then(|| unsafe { std::slice::from_raw_parts(self.0.start.as_ptr(), self.0.len) })
     }
 
+    /// Keeps `also` alive as long as this handle and those made from it; see
+    /// [`RegionMut::keeping`].
+    #[must_use]
+    pub fn keeping(self, also: Owner) -> Self {
+        Self(self.0.keeping(also))
+    }
+
     /// The bytes in `range`; `None` if it does not lie inside.
     pub fn slice(&self, range: Range<usize>) -> Option<Self> {
         let len = range.end.checked_sub(range.start)?;
@@ -273,7 +353,7 @@ impl fmt::Debug for RegionSlice {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
 
@@ -313,6 +393,18 @@ mod tests {
         let view = region.freeze().slice(8..16).unwrap();
         assert_eq!(drops.load(Ordering::SeqCst), 0);
         assert_eq!(view.as_bytes().unwrap(), [3; 8]);
+        drop(view);
+        assert_eq!(drops.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn a_kept_owner_lives_as_long_as_the_last_view() {
+        let drops = Arc::new(AtomicUsize::new(0));
+        let guard: Owner = Arc::new(Guard(drops.clone(), Vec::new()));
+        let (head, tail) = RegionMut::zeroed(8).unwrap().keeping(guard).split_at(4).unwrap();
+        let view = tail.freeze();
+        drop(head);
+        assert_eq!(drops.load(Ordering::SeqCst), 0);
         drop(view);
         assert_eq!(drops.load(Ordering::SeqCst), 1);
     }
