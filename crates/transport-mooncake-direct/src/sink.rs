@@ -270,6 +270,11 @@ impl CaptureSink {
         self.0.close();
     }
 
+    /// Ends publications that wait, and refuses new ones.
+    pub(crate) fn stop_publishing(&self) {
+        self.0.closed.send_replace(true);
+    }
+
     fn complete(&self, mut health: Health) -> Health {
         add_data(&mut health, self.0.data.stats());
         let control = self.0.control.stats();
