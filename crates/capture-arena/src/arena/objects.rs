@@ -85,7 +85,7 @@ impl CaptureArena {
             let meant = |id: u32, books: &Self| {
                 seq.is_none_or(|s| s == books.objects[id as usize].seq)
             };
-            let current = self.keys.get(key).and_then(|lives| lives.current).map(Id::index);
+            let current = self.lives(key).and_then(|lives| lives.current).map(Id::index);
             if let Some(id) = current.filter(|&id| meant(id, self))
                 && self.objects[id as usize].holders.forget(client)
             {
