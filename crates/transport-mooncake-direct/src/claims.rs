@@ -101,11 +101,7 @@ impl Claims {
 
     /// Ends a use that failed. Returns which of the objects that it claimed are to be given back:
     /// those that nobody else in this process uses.
-    pub(crate) fn abort(
-        &mut self,
-        seqs: &[Option<Sequence>],
-        claimed: bool,
-    ) -> Vec<usize> {
+    pub(crate) fn abort(&mut self, seqs: &[Option<Sequence>], claimed: bool) -> Vec<usize> {
         self.end(seqs);
         let ours = |seq: &Sequence| {
             claimed

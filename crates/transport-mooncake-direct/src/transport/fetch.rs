@@ -157,15 +157,15 @@ impl Inner {
                     let data = if bytes == 0 {
                         destination.map_or_else(|| RegionMut::zeroed(0), Ok)?.freeze()
                     } else {
-                        let view = arena
-                            .view(address, bytes)
-                            .map_err(|e| e.with("key", sample.key(j)))?;
+                        let view =
+                            arena.view(address, bytes).map_err(|e| e.with("key", sample.key(j)))?;
                         match destination {
                             None => view,
                             Some(mut destination) => {
                                 if Instant::now() >= deadline {
-                                    return Err(crate::net::timed_out("fetch")
-                                        .with("key", sample.key(j)));
+                                    return Err(
+                                        crate::net::timed_out("fetch").with("key", sample.key(j))
+                                    );
                                 }
                                 shm::copy(&view, &mut destination, transfer.stop_flag())
                                     .map_err(|e| e.with("key", sample.key(j)))?;
@@ -218,17 +218,24 @@ impl Inner {
                     let key = failed.op.and_then(|op| locate(samples, batch, op));
                     return Err(match key {
                         Some((i, j)) => {
-                            let (expected, address) =
-                                (samples[i].tensors[j].meta.nbytes(), samples[i].tensors[j].address);
+                            let (expected, address) = (
+                                samples[i].tensors[j].meta.nbytes(),
+                                samples[i].tensors[j].address,
+                            );
                             let error = failed.error.with("key", samples[i].key(j));
                             match error.kind() {
                                 ErrorKind::OutOfRange => error
                                     .with("expected", format_args!("{expected} published bytes"))
-                                    .with("found", format_args!("nothing like it at {:#x}", address.0)),
+                                    .with(
+                                        "found",
+                                        format_args!("nothing like it at {:#x}", address.0),
+                                    ),
                                 _ => error,
                             }
                         }
-                        None => failed.error.with("key", samples[batch[0]].descriptor.sample.clone()),
+                        None => {
+                            failed.error.with("key", samples[batch[0]].descriptor.sample.clone())
+                        }
                     });
                 }
                 let mut ops = ops.into_iter();
@@ -436,7 +443,9 @@ fn refused(sample: &Wanted, feature: usize, gone: bool) -> Error {
     };
     let (kind, message, found) = match gone {
         true => (ErrorKind::NotFound, "the sample is gone", "nothing under this key"),
-        false => (ErrorKind::Stale, "the descriptor is out of date", "another life or another place"),
+        false => {
+            (ErrorKind::Stale, "the descriptor is out of date", "another life or another place")
+        }
     };
     Error::new(kind, "fetch", message)
         .with("key", sample.descriptor.sample.object(name))

@@ -186,12 +186,10 @@ impl Transport for DirectTransport {
         self.check_open("publish")?;
         match &self.sink {
             Some(sink) => sink.publish(batch, options).await,
-            None => Err(Error::new(
-                ErrorKind::Unsupported,
-                "publish",
-                "this transport only consumes",
-            )
-            .remedy("samples are written by the capture server; give the transport a sink")),
+            None => {
+                Err(Error::new(ErrorKind::Unsupported, "publish", "this transport only consumes")
+                    .remedy("samples are written by the capture server; give the transport a sink"))
+            }
         }
     }
 

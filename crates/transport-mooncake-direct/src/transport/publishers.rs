@@ -118,8 +118,7 @@ impl Publisher {
         if lives.len() >= MAX_LIVES {
             lives.remove(0);
         }
-        let life =
-            Arc::new(Life { epoch, claims: Mutex::default(), shared: Mutex::new(None) });
+        let life = Arc::new(Life { epoch, claims: Mutex::default(), shared: Mutex::new(None) });
         lives.push(life.clone());
         life
     }

@@ -91,13 +91,11 @@ impl Wanted {
     ) -> Result<()> {
         match destination {
             Destination::View if views => Ok(()),
-            Destination::View => Err(Error::new(
-                ErrorKind::Unsupported,
-                "fetch",
-                "this engine gives no views",
-            )
-            .with("sample", &self.descriptor.sample)
-            .remedy("fetch into the pool or into own regions, or use the shm engine")),
+            Destination::View => {
+                Err(Error::new(ErrorKind::Unsupported, "fetch", "this engine gives no views")
+                    .with("sample", &self.descriptor.sample)
+                    .remedy("fetch into the pool or into own regions, or use the shm engine"))
+            }
             Destination::Pool => {
                 let pool = pool.ok_or_else(|| {
                     Error::new(ErrorKind::Unsupported, "fetch", "the transport has no receive pool")
