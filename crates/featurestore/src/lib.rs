@@ -1,1 +1,4 @@
-//! Placeholder
+//! featurestore
+#![forbid(unsafe_code)]
+pub mod input;
+pub mod workload;
