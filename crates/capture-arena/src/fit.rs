@@ -8,10 +8,10 @@
 //! - *Two ends.* Small ranges grow up from the start of the arena, large ones down from its end;
 //!   the hole between them is the *frontier*. Either side uses the other's holes only when it would
 //!   fail otherwise. Small and large objects with different lifetimes then never alternate.
-//! - *Slots.* A range that fills a noticeable share of the arena is placed on a coarse grid (a
-//!   quarter of its power of two). Objects of similar but ever-different sizes then take turns in
-//!   the same slots, where packing them tightly would leave gaps between them that are just too
-//!   short for the next. What a slot leaves over stays free for others.
+//! - *Slots.* Ranges that fill a noticeable share of the arena are placed on a coarse grid (a
+//!   quarter of their power of two) while they are of similar but ever-different lengths. They then
+//!   take turns in the same slots, where packing them tightly would leave gaps between them that
+//!   are just too short for the next. What a slot leaves over stays free for others.
 
 use std::num::NonZeroU64;
 
@@ -26,7 +26,7 @@ const SMALL_SHARE: u64 = 256;
 /// A range longer than this share of a two-ended arena gets a slot.
 const SLOT_SHARE: u32 = 64;
 /// Holes looked at per list before the next list is tried.
-const SCAN: usize = 16;
+const SCAN: usize = 2;
 
 const BINS: usize = 256;
 const NONE: u32 = u32::MAX;
@@ -47,9 +47,20 @@ pub struct FitSubAllocator {
     boundary: u32, // in units; holes before it are low, holes after it high
     low: Bins,
     high: Bins,
+    habit: Habit,
+}
+
+/// What the last 16 ranges long enough for slots were like: a bit each, the newest lowest.
+#[derive(Clone, Copy, Debug, Default)]
+struct Habit {
+    units: u32,   // of the last one
+    slot: u32,    // its slot, in units
+    lengths: u16, // set: another length than the one before
+    slots: u16,   // set: another slot length than the one before
 }
 
 #[derive(Clone, Copy, Debug)]
+#[repr(align(32))] // half a cache line
 struct Node {
     start: u32,
     len: u32,
@@ -112,6 +123,7 @@ impl FitSubAllocator {
             boundary: 0,
             low: Bins::new(),
             high: Bins::new(),
+            habit: Habit::default(),
         };
         if units > 0 {
             this.frontier = this.node(0, units, NONE, NONE);
@@ -157,8 +169,9 @@ impl FitSubAllocator {
     }
 
     /// The hole for a large range, and how many units to leave free behind it.
-    fn find_large(&self, units: u32) -> Option<(u32, u32)> {
+    fn find_large(&mut self, units: u32) -> Option<(u32, u32)> {
         if units > self.slot_min
+            && self.habit.wants_slot(units)
             && let Some(found) = self.find_slot(units)
         {
             return Some(found);
@@ -174,7 +187,7 @@ impl FitSubAllocator {
     ///
     /// Looks at every long enough hole: there are fewer than [`SLOT_SHARE`].
     fn find_slot(&self, units: u32) -> Option<(u32, u32)> {
-        let granule = 1 << (units.ilog2().saturating_sub(2));
+        let granule = granule(units);
         let fits = |at: u32| {
             let hole = &self.nodes[at as usize];
             let from_end = self.units - (hole.start + hole.len);
@@ -267,6 +280,23 @@ impl FitSubAllocator {
 
     fn hole_at(&self, at: u32) -> bool {
         at != NONE && self.nodes[at as usize].state == State::Hole
+    }
+}
+
+/// Grid of the slots for ranges of this length: a quarter of its power of two.
+fn granule(units: u32) -> u32 {
+    1 << units.ilog2().saturating_sub(2)
+}
+
+impl Habit {
+    /// Notes a range, and says whether such ranges are alike but not the same.
+    fn wants_slot(&mut self, units: u32) -> bool {
+        let slot = units.next_multiple_of(granule(units));
+        let differs = |before, now| u16::from(before != now && before != 0);
+        self.lengths = self.lengths << 1 | differs(self.units, units);
+        self.slots = self.slots << 1 | differs(self.slot, slot);
+        (self.units, self.slot) = (units, slot);
+        self.lengths != 0 && self.slots.count_ones() < 4
     }
 }
 

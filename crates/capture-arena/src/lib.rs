@@ -11,6 +11,8 @@ mod backing;
 mod export;
 mod fit;
 mod limits;
+#[cfg(all(test, not(loom)))]
+mod oracle;
 mod owner;
 mod pin;
 mod pool;

@@ -13,6 +13,8 @@
 
 pub mod capture;
 pub mod control;
+#[doc(hidden)]
+pub mod fuzzing;
 mod json;
 pub mod mooncake;
 pub mod sample_ref;

@@ -17,14 +17,16 @@
 mod request;
 mod response;
 mod result;
+mod sample;
 
 use transport_core::{Error, ErrorKind};
 
 use crate::json::{ListFault, ObjectFault, RawObject, Text};
 
-pub use request::{CaptureRequest, Form, Passthrough, Prompt, SampleRequest, Sampling};
+pub use request::{CaptureRequest, Form, Prompt, Sampling};
 pub use response::{Checksum, Row, parse_response, write_response};
 pub use result::{CaptureOutcome, parse_result, write_result};
+pub use sample::{Passthrough, SampleRequest};
 
 pub(crate) use result::{
     checked_nbytes, control_endpoint, feature_address, parse_meta, token_transport,
@@ -71,6 +73,11 @@ fn body_text<'a>(
     }
     std::str::from_utf8(body)
         .map_err(|e| error("the body is not UTF-8").with("at", e.valid_up_to()))
+}
+
+/// The start of a text, for an error.
+fn shortened(text: &str) -> String {
+    text.chars().take(80).collect()
 }
 
 /// Turns the faults of JSON texts into errors of one operation. Never shows the text itself.

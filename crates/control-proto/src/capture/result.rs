@@ -78,9 +78,8 @@ fn parse_descriptor(
     }
     let mut features = IndexMap::with_capacity(raw.len());
     for (name, raw) in raw.iter() {
-        let feature = parse_feature(raw, &location).map_err(|e| {
-            e.with("feature", format_args!("{:?}", super::request::shortened(name)))
-        })?;
+        let feature = parse_feature(raw, &location)
+            .map_err(|e| e.with("feature", format_args!("{:?}", super::shortened(name))))?;
         features.insert(FeatureName::new(name)?, feature);
     }
     checked_nbytes(features.values().map(|f| &f.meta), READ)?;
@@ -150,7 +149,7 @@ pub(crate) fn token_transport(name: &str, faults: Faults) -> Result<&'static str
         "nvlink_intra" => Ok("nvlink_intra"),
         _ => Err(faults
             .error("the transport is unknown")
-            .with("found", format_args!("{:?}", super::request::shortened(name)))
+            .with("found", format_args!("{:?}", super::shortened(name)))
             .remedy("use one of rdma, nvlink, nvlink_intra")),
     }
 }
@@ -169,7 +168,7 @@ pub(crate) fn control_endpoint(
             "the control endpoint is an HTTP address, which only an abandoned revision had",
         )
         .with("field", field)
-        .with("found", format_args!("{:?}", super::request::shortened(&text)))
+        .with("found", format_args!("{:?}", super::shortened(&text)))
         .remedy("update the capture server to one whose control endpoint is host:port"));
     }
     text.parse().map_err(|error| faults.field(field).source(error))

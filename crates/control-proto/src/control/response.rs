@@ -201,6 +201,8 @@ impl Response {
             "held" => Self::Held { id: id()?, gone: places("gone")?, stale: places("stale")? },
             "freed" => Self::Freed { id: id()?, gone: places("gone")?, stale: places("stale")? },
             "health" => {
+                // Looked at first because serde would take a list for the fields in order.
+                RawObject::parse(object.get("health").ok_or(bad_field("health"))?)?;
                 Self::Health { id: id()?, health: object.field("health").map_err(bad_field)? }
             }
             "pong" => Self::Pong { id: id()? },

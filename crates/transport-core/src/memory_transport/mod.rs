@@ -3,9 +3,14 @@
 //! It is slow only in that it copies at publish; use it in tests, on one host, and to see what a
 //! transport is meant to do.
 
+mod factory;
 mod request;
 mod store;
+#[cfg(test)]
+mod tests;
 mod transfer;
+
+pub use factory::factory;
 
 use std::{
     fmt,
@@ -182,15 +187,7 @@ impl MemoryTransport {
     }
 
     fn new(shared: Arc<Shared>, owner: bool) -> Self {
-        let capabilities = Capabilities {
-            publish: owner,
-            fetch: true,
-            views: true,
-            cross_host: false,
-            device_memory: false,
-            staleness_checked: !shared.older_peer,
-            leases: false,
-        };
+        let capabilities = Self::capabilities(owner, shared.older_peer);
         let engine = concat!("in-process ", env!("CARGO_PKG_VERSION"));
         shared.clients.fetch_add(u64::from(!owner), Ordering::SeqCst);
         Self {
@@ -199,6 +196,18 @@ impl MemoryTransport {
             client: ClientId::random(),
             owner,
             closed: AtomicBool::new(false),
+        }
+    }
+
+    fn capabilities(owner: bool, older_peer: bool) -> Capabilities {
+        Capabilities {
+            publish: owner,
+            fetch: true,
+            views: true,
+            cross_host: false,
+            device_memory: false,
+            staleness_checked: !older_peer,
+            leases: false,
         }
     }
 
