@@ -24,7 +24,7 @@ use capture_arena::{Arena, ArenaConfig, Backing};
 use serde::Serialize;
 use tokio::sync::{Notify, Semaphore};
 use transport_core::{Error, ErrorKind, Health, Result};
-use transport_mooncake_direct::{CaptureSink, SinkConfig};
+use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig};
 
 use crate::{
     config::{ArenaKind, ServerConfig},
@@ -155,7 +155,7 @@ impl CaptureServer {
         let app = Router::new()
             .route("/generate", post(generate::generate).layer(body))
             .route("/health", get(health))
-            .route("/metrics", get(metrics))
+            .route("/metrics", get(prometheus))
             .with_state(self.state.clone());
         let ending = Arc::new(Notify::new());
         let told = ending.clone();
@@ -182,16 +182,13 @@ impl CaptureServer {
 }
 
 fn sink_config(config: &ServerConfig) -> Result<SinkConfig> {
-    let mut sink = SinkConfig::default().data_bind(config.data).control_bind(config.control);
-    if let Some(host) = &config.advertise {
-        sink = sink.advertise_host(host.clone());
-    }
-    for network in &config.allow {
-        sink = sink.allow(network.parse()?);
-    }
-    if let Some(token) = &config.token {
-        sink = sink.token(token.clone());
-    }
+    let mut sink = SinkConfig::default();
+    sink.data_bind = config.data;
+    sink.control_bind = config.control;
+    sink.advertise_host.clone_from(&config.advertise);
+    sink.token.clone_from(&config.token);
+    let networks = config.allow.iter().map(|network| network.parse());
+    sink.allow = AllowList::new(networks.collect::<Result<_>>()?);
     Ok(sink)
 }
 
@@ -215,7 +212,7 @@ async fn health(State(state): State<Arc<Shared>>) -> axum::response::Response {
     }
 }
 
-async fn metrics(State(state): State<Arc<Shared>>) -> axum::response::Response {
+async fn prometheus(State(state): State<Arc<Shared>>) -> axum::response::Response {
     match state.report().await {
         Ok(report) => (
             [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],

@@ -145,16 +145,15 @@ async fn publish(
         let named = names[sample].iter().map(|(name, _)| name.clone());
         sums.push(hashed.then(|| named.zip(filled).collect::<IndexMap<_, _>>()));
     }
-    let aux = state.source.aux_layer_ids();
+    for sample in 0..places.len() {
+        reservation.set_aux_layer_ids(sample, state.source.aux_layer_ids());
+    }
     let described = reservation.publish().await?;
-    Ok(described
-        .into_iter()
-        .zip(sums)
-        .map(|(mut descriptor, checksums)| {
-            descriptor.aux_layer_ids.clone_from(&aux);
-            Row { outcome: CaptureOutcome::Captured(descriptor), checksums }
-        })
-        .collect())
+    let row = |(descriptor, checksums)| Row {
+        outcome: CaptureOutcome::Captured(descriptor),
+        checksums,
+    };
+    Ok(described.into_iter().zip(sums).map(row).collect())
 }
 
 struct Work {
