@@ -150,6 +150,7 @@ pub(crate) enum Command {
     Abort(u32),
     Free(FreeRequest),
     Hold(HoldRequest),
+    Unhold(ClientId, ObjectList),
     Seen(ClientId, Duration),
     Lost(ClientId),
     Bye(ClientId),
@@ -289,6 +290,11 @@ impl Arena {
     /// is dropped without a call.
     pub fn hold(&self, request: HoldRequest) {
         self.tell(Command::Hold(request));
+    }
+
+    /// Gives claims back without freeing anything; see [`CaptureArena::unhold`]. Never blocks.
+    pub fn unhold(&self, client: &ClientId, objects: ObjectList) {
+        self.tell(Command::Unhold(client.clone(), objects));
     }
 
     /// Measures the arena, after everything that was sent before.
@@ -451,6 +457,7 @@ impl Owner {
                 let outcome = self.books.hold(&client, &objects, now);
                 call(reply, outcome);
             }
+            Command::Unhold(client, objects) => self.books.unhold(&client, &objects),
             Command::Seen(client, lease) => self.books.client_seen(&client, lease, now),
             Command::Lost(client) => self.books.client_lost(&client, now),
             Command::Bye(client) => self.books.client_bye(&client),

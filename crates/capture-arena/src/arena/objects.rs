@@ -77,6 +77,31 @@ impl CaptureArena {
         outcome
     }
 
+    /// Ends the client's claims, but leaves what is published where it is, even if nobody holds it
+    /// now. What drains goes with its last holder, as ever.
+    pub fn unhold(&mut self, client: &ClientId, objects: &ObjectList) {
+        let Some(client) = self.clients.index(client) else { return };
+        for (key, seq) in objects.iter() {
+            let meant = |id: u32, books: &Self| {
+                seq.is_none_or(|s| s == books.objects[id as usize].seq)
+            };
+            let current = self.keys.get(key).and_then(|lives| lives.current).map(Id::index);
+            if let Some(id) = current.filter(|&id| meant(id, self))
+                && self.objects[id as usize].holders.forget(client)
+            {
+                self.clients.count(client, -1);
+                continue;
+            }
+            let draining = self.draining.get(key).and_then(|lives| {
+                let held = |id: u32| self.objects[id as usize].holders.is_active(client);
+                lives.iter().copied().find(|&id| held(id) && meant(id, self))
+            });
+            if let Some(id) = draining {
+                self.end_hold(id, client);
+            }
+        }
+    }
+
     pub(super) fn add_hold(&mut self, id: u32, client: u32) {
         if self.objects[id as usize].holders.claim(client) {
             self.clients.count(client, 1);
@@ -268,6 +293,18 @@ impl Holders {
             Self::None => *self = Self::One(new),
             Self::One(old) => *self = Self::Many(Box::new(vec![*old, new])),
             Self::Many(holders) => holders.push(new),
+        }
+        true
+    }
+
+    /// Ends a hold as if it had never been; false if the client has none.
+    fn forget(&mut self, client: u32) -> bool {
+        if !self.is_active(client) {
+            return false;
+        }
+        match self {
+            Self::Many(holders) => holders.retain(|h| h.client != client),
+            _ => *self = Self::None,
         }
         true
     }

@@ -24,7 +24,7 @@ pub use keys::{KeyList, Keys};
 pub use lines::{Budget, DecoderCounts, Fatal, LineDecoder, Refused, Share};
 pub use request::{
     Hello, Objects, Request, write_bye, write_free, write_health, write_hello, write_hold,
-    write_keys, write_ping,
+    write_hold_at, write_keys, write_ping, write_unhold,
 };
 pub use response::{ArenaInfo, Code, Response, ServerHello, ShmInfo};
 

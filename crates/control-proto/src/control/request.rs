@@ -2,8 +2,11 @@
 
 use std::{fmt, time::Duration};
 
-use serde::de::IgnoredAny;
-use transport_core::{ClientId, Epoch, Error, ErrorKind, Result, Sequence};
+use serde::{
+    Deserialize, Deserializer,
+    de::{IgnoredAny, SeqAccess, Visitor},
+};
+use transport_core::{ClientId, Epoch, Error, ErrorKind, RemoteAddr, Result, Sequence};
 
 use super::{BadLine, KeyList, Limits, VERSION, bad_field, checked_text, lease_from_millis, utf8};
 use crate::{
@@ -35,6 +38,15 @@ pub enum Request<'a> {
         /// Life of the server that the objects belong to.
         epoch: Epoch,
         /// What to free.
+        objects: Objects<'a>,
+    },
+    /// Ends this client's claim, but leaves the object where it is, even if nobody holds it now.
+    Unhold {
+        /// Comes back in the answer, a pong.
+        id: u64,
+        /// Life of the server that the objects belong to.
+        epoch: Epoch,
+        /// What to give back.
         objects: Objects<'a>,
     },
     /// Asks for the server's measurements.
@@ -74,6 +86,11 @@ impl<'a> Request<'a> {
             "free" => {
                 Self::Free { id: id()?, epoch: epoch()?, objects: Objects::parse(&object, limits)? }
             }
+            "unhold" => Self::Unhold {
+                id: id()?,
+                epoch: epoch()?,
+                objects: Objects::parse(&object, limits)?,
+            },
             "health" => Self::Health { id: id()? },
             "ping" => Self::Ping { id: id()? },
             "bye" => Self::Bye,
@@ -131,9 +148,44 @@ impl Hello {
     }
 }
 
-/// The objects of a `hold` or `free` line, in order; at most [`Limits::keys_per_line`].
+/// The objects of a `hold`, `free` or `unhold` line, in order; at most [`Limits::keys_per_line`].
+///
+/// Each is `["key",SEQ]`, or `["key",SEQ,ADDRESS,BYTES]` where the sender says where it believes
+/// the object to lie.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Objects<'a>(Vec<(Text<'a>, Option<Sequence>)>);
+pub struct Objects<'a>(Vec<Object<'a>>);
+
+#[derive(Clone, PartialEq, Eq)]
+struct Object<'a> {
+    key: Text<'a>,
+    seq: Option<Sequence>,
+    range: Option<(RemoteAddr, u64)>,
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Object<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Parts;
+        impl<'de> Visitor<'de> for Parts {
+            type Value = Object<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a key, a sequence number, and perhaps an address and a length")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Object<'de>, A::Error> {
+                let short = |n| serde::de::Error::invalid_length(n, &self);
+                let key = seq.next_element()?.ok_or_else(|| short(0))?;
+                let life = seq.next_element()?.ok_or_else(|| short(1))?;
+                let range = match seq.next_element::<RemoteAddr>()? {
+                    Some(at) => Some((at, seq.next_element()?.ok_or_else(|| short(3))?)),
+                    None => None,
+                };
+                Ok(Object { key, seq: life, range })
+            }
+        }
+        deserializer.deserialize_seq(Parts)
+    }
+}
 
 impl<'a> Objects<'a> {
     /// Number of objects in a line that every server with default limits takes, whatever the keys.
@@ -160,7 +212,12 @@ impl<'a> Objects<'a> {
 
     /// Key of each object, and the life that is meant: the current one, whichever it is, if `None`.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, Option<Sequence>)> + '_ {
-        self.0.iter().map(|(Text(key), seq)| (&**key, *seq))
+        self.0.iter().map(|Object { key: Text(key), seq, .. }| (&**key, *seq))
+    }
+
+    /// First address and length of each object, in the same order, where the sender says so.
+    pub fn ranges(&self) -> impl ExactSizeIterator<Item = Option<(RemoteAddr, u64)>> + '_ {
+        self.0.iter().map(|object| object.range)
     }
 }
 
@@ -221,7 +278,31 @@ pub fn write_hold<K: AsRef<str>>(
     objects: impl IntoIterator<Item = (K, Option<Sequence>)>,
     limits: &Limits,
 ) -> Result<()> {
+    let objects = objects.into_iter().map(|(key, seq)| (key, seq, None));
     write_objects(out, "hold", id, epoch, objects, limits)
+}
+
+/// Appends a `hold` line that also says where each object is believed to lie; see [`write_free`].
+pub fn write_hold_at<K: AsRef<str>>(
+    out: &mut Vec<u8>,
+    id: u64,
+    epoch: Epoch,
+    objects: impl IntoIterator<Item = (K, Option<Sequence>, Option<(RemoteAddr, u64)>)>,
+    limits: &Limits,
+) -> Result<()> {
+    write_objects(out, "hold", id, epoch, objects, limits)
+}
+
+/// Appends an `unhold` line; see [`write_free`].
+pub fn write_unhold<K: AsRef<str>>(
+    out: &mut Vec<u8>,
+    id: u64,
+    epoch: Epoch,
+    objects: impl IntoIterator<Item = (K, Option<Sequence>)>,
+    limits: &Limits,
+) -> Result<()> {
+    let objects = objects.into_iter().map(|(key, seq)| (key, seq, None));
+    write_objects(out, "unhold", id, epoch, objects, limits)
 }
 
 /// Appends a `free` line.
@@ -235,6 +316,7 @@ pub fn write_free<K: AsRef<str>>(
     objects: impl IntoIterator<Item = (K, Option<Sequence>)>,
     limits: &Limits,
 ) -> Result<()> {
+    let objects = objects.into_iter().map(|(key, seq)| (key, seq, None));
     write_objects(out, "free", id, epoch, objects, limits)
 }
 
@@ -243,7 +325,7 @@ fn write_objects<K: AsRef<str>>(
     op: &str,
     id: u64,
     epoch: Epoch,
-    objects: impl IntoIterator<Item = (K, Option<Sequence>)>,
+    objects: impl IntoIterator<Item = (K, Option<Sequence>, Option<(RemoteAddr, u64)>)>,
     limits: &Limits,
 ) -> Result<()> {
     let start = out.len();
@@ -253,7 +335,7 @@ fn write_objects<K: AsRef<str>>(
     write_number(out, epoch.0);
     out.extend_from_slice(b",\"objects\":[");
     let mut count = 0usize;
-    for (key, seq) in objects {
+    for (key, seq, range) in objects {
         out.extend_from_slice(if count == 0 { b"[" } else { b",[" });
         write_string(out, key.as_ref());
         match seq {
@@ -262,6 +344,12 @@ fn write_objects<K: AsRef<str>>(
                 write_number(out, seq.0);
             }
             None => out.extend_from_slice(b",null"),
+        }
+        if let Some((address, bytes)) = range {
+            out.push(b',');
+            write_number(out, address.0);
+            out.push(b',');
+            write_number(out, bytes);
         }
         out.push(b']');
         count += 1;
@@ -335,6 +423,16 @@ mod tests {
         };
         let found: Vec<_> = objects.iter().collect();
         assert_eq!(found, [("k", Some(Sequence(3))), ("l", None)]);
+        let line = r#"{"op":"unhold","id":7,"epoch":9,"objects":[["k",3,4096,100],["l",null]]}"#;
+        let Request::Unhold { id: 7, epoch: Epoch(9), objects } = parse(line).unwrap() else {
+            panic!("not an unhold line");
+        };
+        let ranges: Vec<_> = objects.ranges().collect();
+        assert_eq!(ranges, [Some((RemoteAddr(4096), 100)), None]);
+        let mut out = Vec::new();
+        let again = objects.iter().zip(objects.ranges()).map(|((k, s), r)| (k, s, r));
+        write_hold_at(&mut out, 7, Epoch(9), again, &Limits::default()).unwrap();
+        assert_eq!(out, format!("{}\n", line.replace("unhold", "hold")).as_bytes());
         assert_eq!(parse(r#"{"op":"p\u0069ng","id":1}"#), Ok(Request::Ping { id: 1 }));
         assert_eq!(parse(r#"{"op":"bye"}"#), Ok(Request::Bye));
     }
@@ -355,6 +453,8 @@ mod tests {
             (r#"{"op":"hold","id":1,"epoch":1}"#, bad_field("objects")),
             (r#"{"op":"hold","id":1,"epoch":1,"objects":["k"]}"#, bad_field("objects")),
             (r#"{"op":"hold","id":1,"epoch":1,"objects":[["k",-1]]}"#, bad_field("objects")),
+            (r#"{"op":"hold","id":1,"epoch":1,"objects":[["k",1,2]]}"#, bad_field("objects")),
+            (r#"{"op":"hold","id":1,"epoch":1,"objects":[["k",1,2,3,4]]}"#, bad_field("objects")),
             (r#"{"op":"hello","version":1,"client":"a/b","lease_ms":1}"#, bad_field("client")),
             (r#"{"op":"hello","version":1,"client":"a","lease_ms":0}"#, bad_field("lease_ms")),
             (

@@ -14,7 +14,7 @@
 //! ```
 
 use serde::{Deserialize, Serialize};
-use transport_core::{Error, ErrorKind, RemoteAddr, Result, SessionName};
+use transport_core::{Epoch, Error, ErrorKind, RemoteAddr, Result, SessionName};
 
 /// Length of the length.
 pub const LENGTH_BYTES: usize = 8;
@@ -119,6 +119,9 @@ impl<'a> Frame<'a> {
 pub struct SegmentDescriptor {
     /// Registered memory; an address that is transferred must lie in one of them.
     pub buffers: Vec<Buffer>,
+    /// Life of a featurestore process; other peers do not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub featurestore_epoch: Option<Epoch>,
     /// Version of this description.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata_version: Option<u64>,
@@ -174,6 +177,7 @@ impl Default for SegmentDescriptor {
     fn default() -> Self {
         Self {
             buffers: Vec::new(),
+            featurestore_epoch: None,
             metadata_version: None,
             name: String::new(),
             protocol: String::new(),

@@ -1,0 +1,22 @@
+//! The tcp engine: Mooncake's tcp wire, served and spoken natively.
+//!
+//! - [`DataServer`] answers the peer handshake and serves reads of published ranges;
+//! - [`TcpEngine`] reads from any peer that speaks the wire, ours or Mooncake's.
+//!
+//! Both are blocking to the core: the thread that asks is the thread that reads the socket, straight
+//! into the destination.
+
+mod engine;
+mod exchange;
+mod handshake;
+mod lanes;
+mod peer;
+mod plan;
+mod serve;
+mod server;
+mod window;
+
+pub use engine::{ReadOp, ReadOptions, TcpEngine, TcpOptions, TcpStats};
+pub(crate) use server::advertised;
+pub use server::{DataServer, DataServerConfig, DataServerStats};
+pub use window::WriteWindow;
