@@ -5,6 +5,7 @@
 //! a mistake in the workspace's own clients cannot hide one in its servers.
 #![forbid(unsafe_code)]
 
+pub mod capture;
 pub mod http;
 pub mod process;
 pub mod wire;
@@ -25,3 +26,4 @@ pub fn eventually(what: &str, limit: Duration, mut condition: impl FnMut() -> bo
         std::thread::sleep(Duration::from_millis(10));
     }
 }
+

@@ -78,6 +78,12 @@ impl Process {
     }
 }
 
+impl From<Child> for Process {
+    fn from(child: Child) -> Self {
+        Self(child)
+    }
+}
+
 impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
