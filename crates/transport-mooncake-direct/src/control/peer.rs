@@ -18,6 +18,8 @@ const MAX_INFLIGHT: usize = 1024;
 const MAX_UNSENT: usize = 256 << 10;
 /// How long a connection that is being closed may take to read its last lines.
 const LINGER: Duration = Duration::from_secs(1);
+/// Bytes that a connection which is being closed may still send before it is cut off.
+const MAX_DROPPED: usize = 4 << 20;
 
 /// A connected client, or somebody who has not said who it is.
 #[derive(Debug)]
@@ -56,6 +58,7 @@ enum State {
     Closing {
         until: Instant,
         finished: bool,
+        dropped: usize,
     },
 }
 
@@ -90,10 +93,15 @@ impl Peer {
         }
     }
 
-    pub(super) fn receive(&self, buffer: &mut [u8]) -> Input {
+    pub(super) fn receive(&mut self, buffer: &mut [u8]) -> Input {
         match rustix::net::recv(&self.stream, buffer, RecvFlags::DONTWAIT) {
             Ok((0, _)) => Input::End,
-            Ok((n, _)) => Input::Bytes(n),
+            Ok((n, _)) => {
+                if let State::Closing { dropped, .. } = &mut self.state {
+                    *dropped += n;
+                }
+                Input::Bytes(n)
+            }
             Err(Errno::AGAIN | Errno::INTR) => Input::Nothing,
             Err(_) => Input::Gone,
         }
@@ -153,7 +161,7 @@ impl Peer {
     /// Lets the last answers go out, then ends the connection.
     pub(super) fn close_soon(&mut self, now: Instant) {
         if !matches!(self.state, State::Closing { .. }) {
-            self.state = State::Closing { until: now + LINGER, finished: false };
+            self.state = State::Closing { until: now + LINGER, finished: false, dropped: 0 };
         }
     }
 
@@ -168,7 +176,7 @@ impl Peer {
         match self.state {
             State::Open => false,
             State::HalfClosed { until } => now >= until || (!unsent && self.inflight == 0),
-            State::Closing { until, .. } => now >= until,
+            State::Closing { until, dropped, .. } => now >= until || dropped > MAX_DROPPED,
         }
     }
 
