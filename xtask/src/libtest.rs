@@ -23,6 +23,11 @@ impl Skipped {
     pub(crate) fn new(what: impl Into<String>, why: impl Into<String>) -> Self {
         Self { what: what.into(), why: why.into() }
     }
+
+    /// The test without its target, as the harness knows it.
+    pub(crate) fn test(&self) -> &str {
+        self.what.split_once(": ").map_or(&self.what, |(_, test)| test)
+    }
 }
 
 impl Tally {
@@ -48,6 +53,12 @@ impl Tally {
             }
         }
         self.skipped.extend(seen);
+    }
+
+    /// Ignored tests whose reason is that they need `tool`: `needs TOOL; ...`.
+    pub(crate) fn waiting_for(&self, tool: &str) -> Vec<Skipped> {
+        let start = format!("needs {tool};");
+        self.skipped.iter().filter(|skipped| skipped.why.starts_with(&start)).cloned().collect()
     }
 
     /// The closing line of every run.
@@ -337,6 +348,18 @@ test result: FAILED. 1 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out; 
         tally.add_notes("python_client\tno python3 on this machine\n\npython_client\tno python3 on this machine\n");
         assert_eq!(tally.skipped, [Skipped::new("python_client", "no python3 on this machine")]);
         assert_eq!(tally.line(), "2 passed, 0 failed, 1 skipped");
+    }
+
+    #[test]
+    fn tests_that_wait_for_a_tool_are_found_by_their_reason() {
+        let python = Skipped::new("plain: frees::late", "needs python3; runs where it is");
+        let tally = Tally {
+            skipped: vec![python.clone(), Skipped::new("x: y", "needs python3.14t; and more")],
+            ..Tally::default()
+        };
+        assert_eq!(tally.waiting_for("python3"), [python]);
+        assert_eq!(tally.waiting_for("python3")[0].test(), "frees::late");
+        assert_eq!(tally.waiting_for("perl"), []);
     }
 
     #[test]

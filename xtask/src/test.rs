@@ -28,7 +28,11 @@ const MODEL_LIMIT: Duration = Duration::from_secs(10 * 60);
 /// What miri interprets: crate and test filters. The rest of the tests
 /// opens sockets, maps shared memory or takes too long when interpreted.
 const MIRI: &[(&str, &[&str])] =
-    &[("transport-core", &[]), ("control-proto", &[]), ("capture-arena", &[])];
+    &[("transport-core", &["memory::"]), ("control-proto", &[]), ("capture-arena", &[])];
+
+/// Tools that ignored tests may ask for, `needs TOOL; ...`, and how to see whether they are here.
+/// Their tests are run where they are: a toolchain alone does not promise them.
+const TOOLS: &[(&str, &str)] = &[("python3", "--version")];
 
 /// Runs the tests and prints the closing line; fails where a test or a step does.
 pub(crate) fn run(workspace: &Workspace, quick: bool) -> Result<()> {
@@ -37,6 +41,7 @@ pub(crate) fn run(workspace: &Workspace, quick: bool) -> Result<()> {
 
     if session.build() {
         session.workspace_tests(quick);
+        session.tests_with_tools(quick);
     } else {
         session.skip("all tests", "the command line that they start does not build");
     }
@@ -95,6 +100,33 @@ impl<'a> Session<'a> {
         command.env(BINARY, self.workspace.release_binary());
         let tally = self.read("tests of the workspace", &mut command, TEST_LIMIT);
         self.tally.add(tally);
+    }
+
+    /// Runs the ignored tests that only wait for a tool which this machine has.
+    fn tests_with_tools(&mut self, quick: bool) {
+        for (tool, question) in TOOLS {
+            let waiting = self.tally.waiting_for(tool);
+            let is_here = process::output(self.workspace.command(tool).arg(question)).is_ok();
+            if waiting.is_empty() || !is_here {
+                continue;
+            }
+            let step = format!("tests with {tool}");
+            self.heading(&step);
+            let mut command = self.workspace.cargo();
+            command.args(["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]);
+            if quick {
+                command.args(["--exclude", "featurestore-tests"]);
+            }
+            command.args(["--", "--ignored", "--exact"]).args(waiting.iter().map(Skipped::test));
+            command.env(BINARY, self.workspace.release_binary());
+            let mut tally = self.read(&step, &mut command, TEST_LIMIT);
+            let run = tally.passed + tally.failed.len() as u64;
+            if run < waiting.len() as u64 {
+                tally.failed.push(format!("{step}: {} asked for, {run} run", waiting.len()));
+            }
+            self.tally.skipped.retain(|skipped| !waiting.contains(skipped));
+            self.tally.add(tally);
+        }
     }
 
     fn loom(&mut self) {
