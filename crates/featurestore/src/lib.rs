@@ -1,1 +1,5 @@
-//! Placeholder
+//! featurestore
+#![forbid(unsafe_code)]
+pub mod config;
+pub mod input;
+pub mod workload;

@@ -1,0 +1,288 @@
+//! Real captures from disk: a folder of safetensors files, one sample each.
+//!
+//! Only headers are read when the folder is opened; tensor bytes go straight from the file into the
+//! place that they are wanted in. A `manifest.json` with the sha256 of each tensor is used if it is
+//! there.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::Read,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use indexmap::IndexMap;
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use transport_core::{Dtype, Error, ErrorKind, FeatureName, Result, SampleId, TensorMeta};
+
+use crate::workload::Prompt;
+
+/// Largest safetensors header accepted, in bytes.
+const MAX_HEADER_BYTES: u64 = 16 << 20;
+/// Largest manifest accepted, in bytes.
+const MAX_MANIFEST_BYTES: u64 = 64 << 20;
+
+/// A folder of captured samples.
+#[derive(Debug)]
+pub struct Folder {
+    samples: BTreeMap<String, Sample>,
+}
+
+/// One file of the folder.
+#[derive(Debug)]
+pub struct Sample {
+    path: PathBuf,
+    /// Tensors in the order of their bytes in the file.
+    tensors: IndexMap<FeatureName, Stored>,
+}
+
+#[derive(Debug)]
+struct Stored {
+    meta: TensorMeta,
+    offset: u64,
+    sha256: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Manifest {
+    samples: Vec<ManifestSample>,
+}
+
+#[derive(Deserialize)]
+struct ManifestSample {
+    file: String,
+    tensors: BTreeMap<String, ManifestTensor>,
+}
+
+#[derive(Deserialize)]
+struct ManifestTensor {
+    sha256: String,
+}
+
+impl Folder {
+    /// Reads the headers of all `*.safetensors` files in `folder`, and the manifest if there is one.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let fail = |e| Error::io("open input", e).with("folder", folder.display());
+        let mut samples = BTreeMap::new();
+        for entry in folder.read_dir().map_err(fail)? {
+            let path = entry.map_err(fail)?.path();
+            if path.extension().is_some_and(|e| e == "safetensors") {
+                let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                SampleId::new(&stem)?;
+                samples.insert(stem, Sample::open(path)?);
+            }
+        }
+        if samples.is_empty() {
+            return Err(Error::new(ErrorKind::NotFound, "open input", "no samples in the folder")
+                .with("folder", folder.display())
+                .remedy("put *.safetensors files there, one sample each"));
+        }
+        let mut folder_of = Self { samples };
+        let manifest = folder.join("manifest.json");
+        if manifest.exists() {
+            folder_of.read_manifest(&manifest)?;
+        }
+        Ok(folder_of)
+    }
+
+    fn read_manifest(&mut self, path: &Path) -> Result<()> {
+        let fail = |e| Error::io("read manifest", e).with("file", path.display());
+        let mut text = String::new();
+        let file = File::open(path).map_err(fail)?;
+        file.take(MAX_MANIFEST_BYTES).read_to_string(&mut text).map_err(fail)?;
+        let manifest: Manifest = serde_json::from_str(&text).map_err(|e| {
+            Error::new(ErrorKind::Corrupt, "read manifest", "not a manifest")
+                .with("file", path.display())
+                .source(e)
+        })?;
+        for sample in manifest.samples {
+            let stem = sample.file.strip_suffix(".safetensors").unwrap_or(&sample.file);
+            let Some(found) = self.samples.get_mut(stem) else { continue };
+            for (name, tensor) in sample.tensors {
+                let stored = found.tensors.get_mut(name.as_str()).ok_or_else(|| {
+                    Error::new(ErrorKind::Corrupt, "read manifest", "the file lacks a tensor")
+                        .with("file", &sample.file)
+                        .with("tensor", &name)
+                })?;
+                stored.sha256 = Some(tensor.sha256.to_ascii_lowercase());
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of the samples, which are their files' names without the ending, in order.
+    pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.samples.keys().map(String::as_str)
+    }
+
+    /// One sample. `id` is its name, or ends in `:` and its name.
+    pub fn sample(&self, id: &str) -> Result<&Sample> {
+        let name = id.rsplit(':').next().unwrap_or(id);
+        self.samples.get(name).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, "find sample", "no such file in the input folder")
+                .with("sample_id", id)
+                .with("file", format_args!("{name}.safetensors"))
+        })
+    }
+}
+
+impl Sample {
+    fn open(path: PathBuf) -> Result<Self> {
+        let io = |e| Error::io("open sample", e).with("file", path.display());
+        let corrupt = |why: &'static str| {
+            Error::new(ErrorKind::Corrupt, "open sample", why).with("file", path.display())
+        };
+        let mut file = File::open(&path).map_err(io)?;
+        let file_bytes = file.metadata().map_err(io)?.len();
+        let mut length = [0; 8];
+        file.read_exact(&mut length).map_err(io)?;
+        let header_bytes = u64::from_le_bytes(length);
+        if header_bytes > MAX_HEADER_BYTES.min(file_bytes.saturating_sub(8)) {
+            return Err(corrupt("the header is longer than the file"));
+        }
+        let mut head = vec![0; header_bytes as usize];
+        file.read_exact(&mut head).map_err(io)?;
+        let header: safetensors::tensor::Metadata = serde_json::from_slice(&head)
+            .map_err(|e| corrupt("not a safetensors header").source(e))?;
+        let start = 8 + header_bytes;
+        let mut tensors = IndexMap::new();
+        for name in header.offset_keys() {
+            let info = header.info(&name).expect("a name that the header lists");
+            let shape: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
+            let meta = TensorMeta::new(dtype(info.dtype).map_err(|e| e.with("tensor", &name))?, shape)?;
+            let (from, to) = info.data_offsets;
+            let fits = to.checked_sub(from).is_some_and(|n| n as u64 == meta.nbytes());
+            if !fits || (to as u64).checked_add(start).is_none_or(|end| end > file_bytes) {
+                return Err(corrupt("a tensor does not fit the file").with("tensor", &name));
+            }
+            let stored = Stored { meta, offset: start + from as u64, sha256: None };
+            tensors.insert(FeatureName::new(&name)?, stored);
+        }
+        Ok(Self { path, tensors })
+    }
+
+    /// Names, element types and shapes, in the file's order.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = (&FeatureName, &TensorMeta)> {
+        self.tensors.iter().map(|(name, stored)| (name, &stored.meta))
+    }
+
+    /// sha256 of each tensor that the manifest lists, in lower-case hexadecimal.
+    pub fn sha256(&self) -> IndexMap<String, String> {
+        let listed = self.tensors.iter().filter_map(|(n, s)| Some((n, s.sha256.clone()?)));
+        listed.map(|(name, sum)| (name.to_string(), sum)).collect()
+    }
+
+    /// Element type and shape of one tensor.
+    pub fn meta(&self, name: &FeatureName) -> Result<&TensorMeta> {
+        self.stored(name).map(|stored| &stored.meta)
+    }
+
+    /// Reads one tensor into `out`, which is exactly as long.
+    pub fn read(&self, name: &FeatureName, out: &mut [u8]) -> Result<()> {
+        let stored = self.stored(name)?;
+        debug_assert_eq!(stored.meta.nbytes(), out.len() as u64);
+        File::open(&self.path)
+            .and_then(|file| file.read_exact_at(out, stored.offset))
+            .map_err(|e| Error::io("read sample", e).with("file", self.path.display()))
+    }
+
+    /// The sample's prompt: its `input_ids` and `loss_mask`, both int64.
+    pub fn prompt(&self, sample_id: SampleId) -> Result<Prompt> {
+        let ids = |name: &str| -> Result<Vec<i64>> {
+            let name = FeatureName::new(name)?;
+            let meta = self.meta(&name)?;
+            if meta.dtype() != Dtype::Int64 {
+                return Err(Error::new(ErrorKind::Corrupt, "read prompt", "not int64")
+                    .with("file", self.path.display())
+                    .with("tensor", &name)
+                    .with("found", meta.dtype()));
+            }
+            let mut bytes = vec![0; meta.nbytes() as usize];
+            self.read(&name, &mut bytes)?;
+            Ok(bytes.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word)).collect())
+        };
+        Ok(Prompt { sample_id, input_ids: ids("input_ids")?, loss_mask: ids("loss_mask")? })
+    }
+
+    fn stored(&self, name: &FeatureName) -> Result<&Stored> {
+        self.tensors.get(name).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, "find tensor", "the file has no such tensor")
+                .with("file", self.path.display())
+                .with("tensor", name)
+        })
+    }
+}
+
+/// sha256 in lower-case hexadecimal.
+pub fn sha256_hex(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn dtype(stored: safetensors::Dtype) -> Result<Dtype> {
+    use safetensors::Dtype as St;
+    Ok(match stored {
+        St::BOOL => Dtype::Bool,
+        St::U8 => Dtype::Uint8,
+        St::I8 => Dtype::Int8,
+        St::F8_E5M2 => Dtype::Float8E5m2,
+        St::F8_E4M3 => Dtype::Float8E4m3fn,
+        St::I16 => Dtype::Int16,
+        St::U16 => Dtype::Uint16,
+        St::F16 => Dtype::Float16,
+        St::BF16 => Dtype::Bfloat16,
+        St::I32 => Dtype::Int32,
+        St::U32 => Dtype::Uint32,
+        St::F32 => Dtype::Float32,
+        St::F64 => Dtype::Float64,
+        St::I64 => Dtype::Int64,
+        St::U64 => Dtype::Uint64,
+        other => {
+            return Err(Error::new(ErrorKind::Unsupported, "open sample", "unknown element type")
+                .with("found", format_args!("{other:?}")));
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn real() -> Folder {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+        Folder::open(Path::new(folder)).unwrap()
+    }
+
+    #[test]
+    fn real_files_reproduce_every_sha256_of_their_manifest() {
+        let folder = real();
+        assert_eq!(folder.names().len(), 3);
+        for name in folder.names() {
+            let sample = folder.sample(&format!("run:{name}")).unwrap();
+            let sums = sample.sha256();
+            assert_eq!(sums.len(), 4);
+            for (tensor, meta) in sample.tensors() {
+                let mut bytes = vec![0; meta.nbytes() as usize];
+                sample.read(tensor, &mut bytes).unwrap();
+                assert_eq!(sha256_hex(&bytes), sums[tensor.as_str()], "{name}/{tensor}");
+            }
+            let prompt = sample.prompt(SampleId::new(name).unwrap()).unwrap();
+            assert_eq!(prompt.input_ids[0], 101, "the tokenizer's [CLS]");
+            assert_eq!(prompt.loss_mask.len(), prompt.input_ids.len());
+        }
+    }
+
+    #[test]
+    fn damaged_folders_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Folder::open(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("no samples"), "{error}");
+        for bytes in [&b""[..], &[0xff; 64], b"\x02\0\0\0\0\0\0\0{]"] {
+            std::fs::write(folder.path().join("a.safetensors"), bytes).unwrap();
+            let error = Folder::open(folder.path()).unwrap_err().to_string();
+            assert!(error.contains("a.safetensors"), "{error}");
+        }
+        assert!(real().sample("run:missing").is_err());
+    }
+}

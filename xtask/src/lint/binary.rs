@@ -1,0 +1,113 @@
+//! What a default build pulls in and what its binary is linked with.
+
+use crate::{libtest::Skipped, lint::Check, process, workspace::Workspace};
+
+/// Packages that no default build may pull in, and why.
+const BANNED: &[(&str, &str)] = &[
+    ("bindgen", "a build needs no libclang: bindings are committed"),
+    ("cudarc", "CUDA is behind the feature `cuda`"),
+    ("openssl-sys", "a build needs no system libraries"),
+    ("pyo3", "Python is behind the feature `mooncake-python`"),
+    ("pyo3-ffi", "Python is behind the feature `mooncake-python`"),
+];
+
+/// Libraries that every Linux machine has, by the start of their file names.
+const ALLOWED: &[&str] = &[
+    "ld-linux",
+    "libc.so",
+    "libdl.so",
+    "libgcc_s.so",
+    "libm.so",
+    "libpthread.so",
+    "librt.so",
+    "linux-vdso",
+];
+
+/// Names each banned package that a default build of a default member pulls in.
+pub(super) fn packages(workspace: &Workspace) -> Vec<String> {
+    let mut problems = Vec::new();
+    for member in workspace.members.iter().filter(|member| member.is_default) {
+        let mut tree = workspace.cargo();
+        tree.args(["tree", "--package", &member.name, "--edges", "normal,build"]);
+        match process::output(tree.args(["--prefix", "none", "--format", "{p}"])) {
+            Ok(tree) => problems.extend(banned(&member.name, &tree)),
+            Err(problem) => problems.push(problem),
+        }
+    }
+    problems
+}
+
+/// Names each library of the release binary that a bare machine may lack.
+pub(super) fn libraries(workspace: &Workspace) -> Check {
+    let binary = workspace.release_binary();
+    if process::output(workspace.command("ldd").arg("--version")).is_err() {
+        return Err(Skipped::new("libraries of the release binary", "no ldd on this machine"));
+    }
+    let problems = match process::output(workspace.command("ldd").arg(&binary)) {
+        Ok(listing) => foreign(&listing),
+        // Fully static.
+        Err(problem) if problem.contains("not a dynamic executable") => Vec::new(),
+        Err(problem) => vec![problem],
+    };
+    Ok(problems)
+}
+
+fn banned(member: &str, tree: &str) -> Vec<String> {
+    let mut problems = Vec::new();
+    for (name, why) in BANNED {
+        if tree.lines().any(|line| line.split(' ').next() == Some(name)) {
+            problems.push(format!(
+                "{member}: a default build pulls in {name}, but {why}; \
+                 find it with: cargo tree -p {member} -i {name}"
+            ));
+        }
+    }
+    problems
+}
+
+fn foreign(listing: &str) -> Vec<String> {
+    let mut problems = Vec::new();
+    for line in listing.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        // "libc.so.6 => /lib/... (0x...)", "/lib64/ld-linux-x86-64.so.2 (0x...)", "linux-vdso.so.1 (...)"
+        let name = line.split_whitespace().next().unwrap_or_default();
+        let file = name.rsplit('/').next().unwrap_or_default();
+        if line == "statically linked" || ALLOWED.iter().any(|allowed| file.starts_with(allowed)) {
+            continue;
+        }
+        problems
+            .push(format!("the release binary is linked with {file}; load it at run time instead"));
+    }
+    problems
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn banned_package_is_named_whole() {
+        let tree = "featurestore v0.1.0 (path)\nbindgen-helper v1.0.0\ncudarc v0.19.10\n";
+        let problems = banned("featurestore", tree);
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems[0].contains("cudarc") && problems[0].contains("cargo tree"));
+    }
+
+    #[test]
+    fn system_libraries_pass_and_others_do_not() {
+        let good = "\
+\tlinux-vdso.so.1 (0x00007ffd)
+\tlibgcc_s.so.1 => /lib/x86_64-linux-gnu/libgcc_s.so.1 (0x00007f00)
+\tlibm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f00)
+\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f00)
+\t/lib64/ld-linux-x86-64.so.2 (0x00007f00)
+";
+        assert_eq!(foreign(good), Vec::<String>::new());
+        assert_eq!(foreign("\tstatically linked\n"), Vec::<String>::new());
+        for library in ["libcuda.so.1", "libibverbs.so.1", "libpython3.12.so.1.0", "libstdc++.so.6"]
+        {
+            let problems = foreign(&format!("{good}\t{library} => not found\n"));
+            assert_eq!(problems.len(), 1, "{library}");
+            assert!(problems[0].contains(library));
+        }
+    }
+}
