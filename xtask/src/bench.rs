@@ -30,7 +30,7 @@ pub(crate) fn run(workspace: &Workspace, only: Option<&str>) -> Result<()> {
     for bench in benches.iter().filter(|bench| only.is_none_or(|only| only == bench.as_str())) {
         println!("\n== {bench}");
         let mut command = workspace.cargo();
-        command.args(["bench", "--quiet", "--package", PACKAGE, "--bench", bench]);
+        command.args(["bench", "--package", PACKAGE, "--bench", bench]);
         command.env("FEATURESTORE_BIN", workspace.release_binary());
         let mut table = String::new();
         let ended = process::run(&mut command, &workspace.target, LIMIT, |line| {
@@ -68,9 +68,16 @@ fn build(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// Whether a line is part of a bench's table and not of criterion's progress.
+/// Whether a line is part of a bench's table and not of the progress of cargo or criterion.
 fn is_result(line: &str) -> bool {
-    const PROGRESS: [&str; 4] = ["Benchmarking ", "Gnuplot not found", "Found ", "running 0 tests"];
+    const PROGRESS: [&str; 6] = [
+        "Benchmarking ",
+        "Finished `",
+        "Found ",
+        "Gnuplot not found",
+        "Running benches/",
+        "running 0 tests",
+    ];
     let line = line.trim_start();
     !PROGRESS.iter().any(|start| line.starts_with(start))
 }
@@ -84,6 +91,7 @@ mod tests {
         assert!(is_result("alloc+free, 10,000 live      61 ns"));
         assert!(is_result(""));
         assert!(!is_result("Benchmarking alloc: Warming up for 3.0000 s"));
+        assert!(!is_result("     Running benches/arena.rs (target/release/deps/arena-0)"));
         assert!(!is_result("Gnuplot not found, using plotters backend"));
     }
 }

@@ -3,7 +3,6 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::Command,
     time::Duration,
 };
 
@@ -13,12 +12,12 @@ const LIMIT: Duration = Duration::from_secs(20 * 60);
 
 /// Fails where something is uncommitted, or where a fresh clone does not build all its tests.
 pub(crate) fn run(workspace: &Workspace) -> Result<()> {
-    let status = process::output(workspace.command("git").args(["status", "--porcelain"]))?;
+    let status = process::output(workspace.git().args(["status", "--porcelain"]))?;
     if !status.is_empty() {
         return Err(format!("commit or remove:\n{}", status.trim_end()));
     }
     let clone = Clone::of(workspace)?;
-    // The clone shares what is built of its dependencies; its own crates it builds by itself.
+    // A target directory of its own, kept: what is built here must not pass for the clone's.
     let mut build = workspace.cargo();
     build.current_dir(&clone.0).args(["test", "--workspace", "--no-run", "--locked"]);
     build.arg("--target-dir").arg(workspace.target.join("clean-check-build"));
@@ -40,7 +39,7 @@ impl Clone {
         let place = workspace.target.join("clean-check");
         remove(&place)?;
         let clone = Self(place);
-        let mut git = Command::new("git");
+        let mut git = workspace.git();
         git.args(["clone", "--quiet", "--no-hardlinks"]).arg(&workspace.root).arg(&clone.0);
         process::output(&mut git)?;
         Ok(clone)

@@ -47,12 +47,8 @@ enum Command {
         /// Only this bench
         name: Option<String>,
     },
-    /// Checks that the golden files are what the code writes
-    Golden {
-        /// Rewrites them first
-        #[arg(long)]
-        write: bool,
-    },
+    /// Checks the code against the golden files, and these against what is committed
+    Golden,
     /// Repeats random, fault and load tests with many more cases
     Soak {
         /// How long, at most
@@ -70,7 +66,7 @@ fn main() -> ExitCode {
             Command::Test { quick } => test::run(&workspace, quick),
             Command::Lint => lint::run(&workspace),
             Command::Bench { name } => bench::run(&workspace, name.as_deref()),
-            Command::Golden { write } => golden::run(&workspace, write),
+            Command::Golden => golden::run(&workspace),
             Command::Soak { minutes } => soak::run(&workspace, minutes),
             Command::CleanCheck => clean::run(&workspace),
         }

@@ -34,6 +34,8 @@ pub(crate) struct Member {
     pub(crate) dependencies: Vec<Dependency>,
     /// Names of the bench targets.
     pub(crate) benches: Vec<String>,
+    /// Names of the test targets, the library's own not among them.
+    pub(crate) tests: Vec<String>,
 }
 
 impl Member {
@@ -100,11 +102,8 @@ impl Workspace {
                         })
                     })
                     .collect::<Result<_>>()?,
-                benches: array(package, "targets")?
-                    .iter()
-                    .filter(|target| target["kind"][0] == "bench")
-                    .map(|target| string(target, "name"))
-                    .collect::<Result<_>>()?,
+                benches: targets(package, "bench")?,
+                tests: targets(package, "test")?,
             });
         }
         Ok(Self { root, target, members })
@@ -121,6 +120,13 @@ impl Workspace {
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command.current_dir(&self.root);
+        command
+    }
+
+    /// A `git` that takes the repository whoever owns it, as in a container.
+    pub(crate) fn git(&self) -> Command {
+        let mut command = self.command("git");
+        command.arg("-c").arg(format!("safe.directory={}", self.root.display()));
         command
     }
 
@@ -143,7 +149,7 @@ impl Workspace {
 
     /// Files that git tracks or would track, relative to the root, sorted.
     pub(crate) fn files(&self) -> Result<Vec<PathBuf>> {
-        let mut command = self.command("git");
+        let mut command = self.git();
         command.args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"]);
         let listing = process::output(&mut command)?;
         let mut files: Vec<PathBuf> =
@@ -174,6 +180,15 @@ fn forget_toolchain(command: &mut Command) {
     }
 }
 
+/// Names of a package's targets of one kind.
+fn targets(package: &Value, kind: &str) -> Result<Vec<String>> {
+    array(package, "targets")?
+        .iter()
+        .filter(|target| target["kind"][0] == kind)
+        .map(|target| string(target, "name"))
+        .collect()
+}
+
 fn string(value: &Value, key: &str) -> Result<String> {
     value[key].as_str().map(str::to_owned).ok_or_else(|| {
         format!("cargo metadata has no text at {key:?}; is this cargo older than 1.88?")
@@ -196,7 +211,8 @@ mod tests {
         "packages": [
             {"name": "arena", "id": "path+file:///w/crates/arena#0.1.0", "license": "Apache-2.0",
              "rust_version": "1.88", "manifest_path": "/w/crates/arena/Cargo.toml",
-             "targets": [{"kind": ["lib"], "name": "arena"}, {"kind": ["bench"], "name": "churn"}],
+             "targets": [{"kind": ["lib"], "name": "arena"}, {"kind": ["bench"], "name": "churn"},
+                         {"kind": ["test"], "name": "golden"}],
              "dependencies": [
                 {"name": "core", "path": "/w/crates/core", "kind": null},
                 {"name": "loom", "kind": null, "target": "cfg(loom)"}]},
@@ -210,7 +226,10 @@ mod tests {
         let workspace = Workspace::parse(METADATA).unwrap();
         let arena = workspace.member("arena").unwrap();
         assert!(arena.is_default && arena.is_public() && arena.uses_loom());
-        assert_eq!(arena.benches, ["churn"]);
+        assert_eq!(
+            (&*arena.benches, &*arena.tests),
+            (&["churn".to_owned()][..], &["golden".to_owned()][..])
+        );
         assert_eq!(arena.folder, Path::new("crates/arena"));
         assert!(arena.dependencies[0].is_local && !arena.dependencies[1].is_local);
         let tool = workspace.member("tool").unwrap();

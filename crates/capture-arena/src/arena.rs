@@ -10,8 +10,6 @@ mod batch;
 mod clients;
 mod health;
 mod objects;
-#[cfg(test)]
-mod tests;
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -40,14 +38,14 @@ pub use objects::{FreeOutcome, HoldOutcome, ObjectList};
 #[derive(Debug)]
 pub struct CaptureArena {
     space: FitSubAllocator,
-    freed: u64, // ranges ever given back: tells whether another attempt can succeed
+    changes: u64, // tells whether another attempt to place a batch can succeed
     keys: HashMap<Arc<str>, Lives>,
     draining: HashMap<Arc<str>, Vec<u32>>, // lives that are only there for their holders
     objects: Slab<Object>,
     samples: Slab<Sample>,
     batches: Slab<Batch>,
     waiting: VecDeque<Waiting>,
-    remembered: HashMap<u32, Vec<Option<u32>>>, // frees of filling objects, by client
+    remembered: HashMap<u32, Vec<Option<ClientId>>>, // frees of filling objects, by whom
     clients: Clients,
     index: Arc<ExportIndex>,
     last_seq: u64,
@@ -121,7 +119,7 @@ impl CaptureArena {
         }
         Ok(Self {
             space,
-            freed: 0,
+            changes: 0,
             keys: HashMap::new(),
             draining: HashMap::new(),
             objects: Slab::new(),
@@ -145,6 +143,12 @@ impl CaptureArena {
     pub fn pin(&self, offset: ArenaOffset, len: u64) -> Result<Pin, ExportError> {
         let refuse = |reason| ExportError { address: RemoteAddr(offset.0), len, reason };
         self.index.pin(offset.0, len).map_err(refuse)
+    }
+
+    /// The life that is published under `key`.
+    pub fn current(&self, key: &str) -> Option<Sequence> {
+        let id = self.keys.get(key)?.current?;
+        Some(self.objects[id.index() as usize].seq)
     }
 
     /// When [`Self::poll`] has something to do even if nothing else happens.
@@ -231,7 +235,7 @@ impl CaptureArena {
         if let Some(range) = object.range {
             self.space.free(range);
         }
-        self.freed += 1;
+        self.changes += 1;
         self.counts.resident_objects -= 1;
         self.counts.resident_bytes -= bytes;
         let sample = &mut self.samples[object.sample as usize];

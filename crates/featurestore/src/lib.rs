@@ -1,5 +1,20 @@
-//! featurestore
+//! Moves captured samples from inference servers into trainers, and gives their memory back.
+//!
+//! [`FeatureStore`] is what a trainer uses: it chooses a transport once, reads samples, and
+//! releases them. The binary of this crate holds the capture server and the main job; see
+//! `featurestore --help`.
 #![forbid(unsafe_code)]
+
+mod choose;
 pub mod config;
 pub mod input;
+pub mod pipeline;
+mod process;
+pub mod server;
+pub mod source;
+mod store;
 pub mod workload;
+
+pub use choose::{Candidate, Choice, choose};
+pub use config::{Config, ServerConfig, Settings, TransportChoice};
+pub use store::FeatureStore;

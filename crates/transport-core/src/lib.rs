@@ -14,6 +14,7 @@ mod deadline;
 mod descriptor;
 mod dtype;
 mod error;
+pub mod layers;
 pub mod memory;
 pub mod memory_transport;
 mod names;

@@ -1,1 +1,18 @@
-//! Placeholder
+//! The direct transport: samples are read out of the memory of the process that captured them.
+#![deny(unsafe_code)] // but for the engines that say otherwise
+
+mod control;
+mod net;
+mod sink;
+mod tcp;
+mod transport;
+mod workers;
+
+pub use control::{AnonymousFrees, ControlServer, ControlServerConfig, ControlServerStats};
+pub use net::{AllowList, Cidr};
+pub use sink::{CaptureSink, SinkConfig, SinkReservation};
+pub use tcp::{
+    DataServer, DataServerConfig, DataServerStats, ReadOp, ReadOptions, TcpEngine, TcpOptions,
+    TcpStats, WriteWindow,
+};
+pub use transport::{DirectTransport, DirectTransportBuilder, Engine, PendingRelease};

@@ -85,6 +85,7 @@ mod tests {
                 .map(|&(name, is_local)| Dependency { name: name.to_owned(), is_local })
                 .collect(),
             benches: Vec::new(),
+            tests: Vec::new(),
         }
     }
 

@@ -6,7 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{lint::rust_source::RustSource, workspace::Workspace};
+use crate::{
+    libtest::Skipped,
+    lint::{Check, rust_source::RustSource},
+    workspace::Workspace,
+};
 
 /// Longest source below `crates/*/src`, in lines.
 const MAX_LINES: usize = 600;
@@ -14,15 +18,16 @@ const MAX_LINES: usize = 600;
 /// Sources that are longer, and why that reads better than several.
 const LONG_FILES: &[(&str, &str)] = &[];
 
-/// Where `unsafe` may stand: a source, or a folder of them.
-const UNSAFE_PLACES: &[&str] = &[
-    "crates/capture-arena/src/backing",
-    "crates/capture-arena/src/backing.rs",
-    "crates/mooncake-sys/src",
-    "crates/transport-core/src/memory",
-    "crates/transport-core/src/memory.rs",
-    "crates/transport-mooncake-direct/src",
-    "crates/transport-mooncake-store/src",
+/// Where `unsafe` may stand, a source or a folder of them, and what for.
+const UNSAFE_PLACES: &[(&str, &str)] = &[
+    ("crates/capture-arena/src/backing", "maps memory"),
+    ("crates/capture-arena/src/backing.rs", "maps memory"),
+    ("crates/capture-arena/src/pin.rs", "loom's cells, in the models of the pins"),
+    ("crates/mooncake-sys/src", "calls a C library"),
+    ("crates/transport-core/src/memory", "hands out views of memory"),
+    ("crates/transport-core/src/memory.rs", "hands out views of memory"),
+    ("crates/transport-mooncake-direct/src", "the engines map and fill memory of others"),
+    ("crates/transport-mooncake-store/src", "registers memory with a C library"),
 ];
 
 /// Crates that say `#![forbid(unsafe_code)]` in each of their roots.
@@ -36,11 +41,8 @@ const MACHINE_PATHS: &[&str] = &["/home/", "/root/", "/Users/"];
 const NAMES_PATHS: &[(&str, &str)] = &[("xtask/src/lint/text.rs", "it says what to look for")];
 
 /// Looks at every text that git has or would have.
-pub(super) fn check(workspace: &Workspace) -> Vec<String> {
-    let files = match workspace.files() {
-        Ok(files) => files,
-        Err(problem) => return vec![problem],
-    };
+pub(super) fn check(workspace: &Workspace) -> Check {
+    let files = workspace.files().map_err(|why| Skipped::new("text of the sources", why))?;
     let traces = Traces::of_this_machine(&workspace.root);
     let mut problems = Vec::new();
     for file in &files {
@@ -54,7 +56,7 @@ pub(super) fn check(workspace: &Workspace) -> Vec<String> {
             problems.push(format!("{listed}: listed in xtask/src/lint/text.rs and not there"));
         }
     }
-    problems
+    Ok(problems)
 }
 
 /// What gives away the machine that something was written on.
@@ -153,7 +155,7 @@ impl Findings<'_> {
     }
 
     fn unsafe_code(&mut self, source: &RustSource) {
-        let is_place = UNSAFE_PLACES.iter().any(|place| self.file.starts_with(place));
+        let is_place = UNSAFE_PLACES.iter().any(|(place, _)| self.file.starts_with(place));
         for line in source.lines_with_word("unsafe") {
             if !is_place {
                 self.at(line, "unsafe outside its places; see CONTRIBUTING, \"Unsafe code\"");

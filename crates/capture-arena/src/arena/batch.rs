@@ -67,7 +67,7 @@ pub(super) struct Waiting {
     plan: BatchPlan,
     bytes: u64, // rounded up to units
     since: Instant,
-    tried: Option<u64>, // ranges that had been freed at the last attempt
+    tried: Option<u64>, // changes at the last attempt
 }
 
 enum Refused {
@@ -142,6 +142,7 @@ impl CaptureArena {
         }
         let Batch { objects, holders, reserved } = self.batches.remove(batch as usize);
         self.counts.reserved_bytes -= reserved;
+        self.changes += 1; // a batch in line may replace what is published here
         let mut seqs = Vec::with_capacity(objects.len());
         let mut exports = Vec::with_capacity(objects.len());
         for &id in &objects {
@@ -176,7 +177,6 @@ impl CaptureArena {
                     self.add_hold(id, client);
                 }
             }
-            self.clients.drop_if_idle(client);
         }
         if !self.remembered.is_empty() {
             for id in objects {
@@ -223,7 +223,7 @@ impl CaptureArena {
             if let Some(range) = object.range {
                 self.space.free(range);
             }
-            self.freed += 1;
+            self.changes += 1;
             let sample = &mut self.samples[object.sample as usize];
             sample.live -= 1;
             if sample.live == 0 {
@@ -254,7 +254,7 @@ impl CaptureArena {
     }
 
     fn attempt(&mut self, waiting: &mut Waiting, now: Instant) -> Result<Grant, Refused> {
-        if waiting.tried == Some(self.freed) {
+        if waiting.tried == Some(self.changes) {
             return Err(Refused::NoRoom);
         }
         if waiting.tried.is_some() {
@@ -264,7 +264,7 @@ impl CaptureArena {
         if ranges.is_none() && waiting.plan.replace && self.retire_old(&waiting.plan) {
             ranges = self.place(&waiting.plan, waiting.bytes);
         }
-        waiting.tried = Some(self.freed);
+        waiting.tried = Some(self.changes);
         let ranges = ranges.ok_or(Refused::NoRoom)?;
         let plan =
             std::mem::replace(&mut waiting.plan, BatchPlan { samples: Vec::new(), replace: false });
@@ -272,22 +272,36 @@ impl CaptureArena {
     }
 
     /// A range for each object with bytes, or none at all.
+    ///
+    /// Tries the batch's own order first, which readers may expect of its addresses, and then the
+    /// longest first, which fits more often.
     fn place(&mut self, plan: &BatchPlan, bytes: u64) -> Option<Vec<Option<ArenaRange>>> {
         if self.space.free_bytes() < bytes {
             return None;
         }
-        let mut ranges: Vec<Option<ArenaRange>> = Vec::new();
-        for object in plan.samples.iter().flat_map(|s| &s.objects) {
-            if object.bytes == 0 {
-                ranges.push(None);
+        let lens: Vec<u64> =
+            plan.samples.iter().flat_map(|s| &s.objects).map(|o| o.bytes).collect();
+        self.place_in_order(&lens, 0..lens.len()).or_else(|| {
+            let mut order: Vec<usize> = (0..lens.len()).collect();
+            order.sort_by_key(|&i| std::cmp::Reverse(lens[i]));
+            self.place_in_order(&lens, order)
+        })
+    }
+
+    fn place_in_order(
+        &mut self,
+        lens: &[u64],
+        order: impl IntoIterator<Item = usize>,
+    ) -> Option<Vec<Option<ArenaRange>>> {
+        let mut ranges: Vec<Option<ArenaRange>> = lens.iter().map(|_| None).collect();
+        for i in order {
+            if lens[i] == 0 {
                 continue;
             }
-            match self.space.allocate(object.bytes) {
-                Ok(range) => ranges.push(Some(range)),
+            match self.space.allocate(lens[i]) {
+                Ok(range) => ranges[i] = Some(range),
                 Err(_) => {
-                    for range in ranges.into_iter().flatten() {
-                        self.space.free(range);
-                    }
+                    ranges.into_iter().flatten().for_each(|range| self.space.free(range));
                     return None;
                 }
             }

@@ -85,7 +85,7 @@ impl Conn {
             let left = until.check(Instant::now())?;
             self.tick_for(left, true)?;
             let flags = RecvFlags::WAITALL;
-            let read = match parts {
+            let read = match &mut *parts {
                 [part] => rustix::net::recv(&self.stream, &mut **part, flags).map(|(n, _)| n),
                 parts => {
                     let mut control = RecvAncillaryBuffer::new(&mut []);

@@ -17,5 +17,6 @@ mod server;
 mod window;
 
 pub use engine::{ReadOp, ReadOptions, TcpEngine, TcpOptions, TcpStats};
+pub(crate) use server::advertised;
 pub use server::{DataServer, DataServerConfig, DataServerStats};
 pub use window::WriteWindow;

@@ -2,9 +2,9 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use capture_arena::ExportTable;
+use capture_arena::Arena;
 use control_proto::mooncake::{data, handshake};
-use transport_core::{Epoch, Result, SessionName};
+use transport_core::{Result, SessionName};
 
 use super::{
     handshake::answer,
@@ -93,8 +93,8 @@ pub struct DataServerStats {
 }
 
 impl DataServer {
-    /// Starts listening; `epoch` is the life that the published ranges belong to.
-    pub fn start(exports: ExportTable, epoch: Epoch, bytes: u64, config: &DataServerConfig) -> Result<Self> {
+    /// Starts serving what `arena` publishes.
+    pub fn start(arena: &Arena, config: &DataServerConfig) -> Result<Self> {
         let session_listener = listen("handshake", config.session_bind)?;
         let data_bind =
             config.data_bind.unwrap_or_else(|| SocketAddr::new(config.session_bind.ip(), 0));
@@ -107,7 +107,7 @@ impl DataServer {
         let counters = Arc::new(Counters::default());
 
         let mut buffers =
-            vec![handshake::Buffer::new(exports.base(), bytes, session.to_string())];
+            vec![handshake::Buffer::new(arena.base(), arena.capacity(), session.to_string())];
         buffers.extend(config.writable.as_ref().map(|window| {
             handshake::Buffer::new(window.address(), window.len(), session.to_string())
         }));
@@ -118,7 +118,7 @@ impl DataServer {
             tcp_data_host: session.host().into(),
             tcp_data_port: data_port,
             tcp_proto_version: 2,
-            featurestore_epoch: Some(epoch),
+            featurestore_epoch: Some(arena.epoch()),
             ..handshake::SegmentDescriptor::default()
         };
         let acceptor = |name, max_connections| AcceptorConfig {
@@ -142,7 +142,8 @@ impl DataServer {
 
         let bounds =
             Bounds { idle: config.idle, stall: config.stall, max_transfer: config.max_transfer };
-        let (window, counted) = (config.writable.clone(), counters.clone());
+        let (exports, window) = (arena.export().clone(), config.writable.clone());
+        let counted = counters.clone();
         let data = Acceptor::start(
             data_listener,
             acceptor("fs-data", config.max_connections),

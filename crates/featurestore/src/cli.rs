@@ -1,0 +1,298 @@
+//! Commands and flags.
+
+use std::{io::IsTerminal, path::PathBuf, process::ExitCode};
+
+use clap::{Args, Parser, Subcommand};
+use featurestore::{
+    ServerConfig, Settings, TransportChoice,
+    input::Folder,
+    pipeline::{self, Options},
+    server::{CaptureServer, end_of_life},
+    source::Source,
+    workload::Model,
+};
+use tracing_subscriber::EnvFilter;
+use transport_core::{ByteSize, Error, ErrorKind, Result};
+
+/// Moves captured tensors from inference servers to trainers.
+#[derive(Debug, Parser)]
+#[command(name = "featurestore", version, about, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  featurestore pipeline                          the main job: 64 synthetic samples
+  featurestore pipeline --paper --json           the published benchmark's load
+  featurestore pipeline --input DIR              real captures (*.safetensors)
+  featurestore capture-server --arena 2GiB       one capture server
+  featurestore config show --config FILE         settings in force, with their sources
+
+Exit codes: 0 success, 1 failure, 2 wrong usage, 3 the job ran but its result is wrong.
+Log level: RUST_LOG, such as RUST_LOG=debug; default warn.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Runs the main job: capture servers, a trainer, every byte verified and given back.
+    Pipeline(Box<PipelineArgs>),
+    /// Owns an arena and answers POST /generate with captures; GET /health, GET /metrics.
+    CaptureServer(Box<ServerArgs>),
+    /// Shows settings.
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// The pipeline's trainer; started by the pipeline.
+    #[command(hide = true)]
+    Trainer,
+}
+
+#[derive(Debug, Subcommand)]
+enum ConfigCommand {
+    /// Prints every setting in force and where it comes from.
+    Show {
+        /// TOML file with settings.
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
+    },
+}
+
+/// What synthetic captures look like.
+#[derive(Debug, Args)]
+struct ModelArgs {
+    /// Width of a hidden state.
+    #[arg(long, default_value_t = 5120, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    hidden: u32,
+    /// Layers whose hidden states are captured.
+    #[arg(long, value_delimiter = ',', default_value = "5,19,33,47,61")]
+    taps: Vec<i64>,
+    /// Seed of synthetic content.
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    /// Folder of safetensors files to serve instead of synthetic content.
+    #[arg(long, value_name = "DIR")]
+    input: Option<PathBuf>,
+}
+
+impl ModelArgs {
+    fn model(&self) -> Result<Model> {
+        if self.taps.len() > 1024 {
+            return Err(Error::new(ErrorKind::ConfigInvalid, "configure", "too many taps"));
+        }
+        Ok(Model { hidden: self.hidden, taps: self.taps.clone() })
+    }
+}
+
+#[derive(Debug, Args)]
+struct PipelineArgs {
+    /// Synthetic samples to move.
+    #[arg(long, default_value_t = 64)]
+    samples: usize,
+    /// Capture servers to start.
+    #[arg(long, default_value_t = 2)]
+    servers: usize,
+    /// Arena of each server.
+    #[arg(long, default_value = "2GiB")]
+    arena: ByteSize,
+    /// How the trainer reads: auto, shm or tcp.
+    #[arg(long, default_value = "auto")]
+    transport: TransportChoice,
+    /// Fail when the best transport is not available, rather than take another.
+    #[arg(long)]
+    strict: bool,
+    /// Samples acknowledged together, as at an optimizer step.
+    #[arg(long, default_value_t = 16)]
+    quantum: usize,
+    /// Capture requests in flight.
+    #[arg(long, default_value_t = 64)]
+    concurrency: usize,
+    /// Longest synthetic prompt, in tokens.
+    #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    max_length: u32,
+    /// The published benchmark's load: 512 samples, 659,071 tokens, 40,503,867,376 bytes.
+    #[arg(long, conflicts_with_all = ["samples", "max_length", "hidden", "taps", "input"])]
+    paper: bool,
+    /// Receive pool of the trainer; sized from the samples if not given.
+    #[arg(long)]
+    pool: Option<ByteSize>,
+    /// Send requests in the plugin form rather than the patch form.
+    #[arg(long)]
+    plugin: bool,
+    /// Do not compare tensors with their checksums.
+    #[arg(long)]
+    no_verify: bool,
+    /// Print one JSON object on standard output, and nothing else there.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    model: ModelArgs,
+}
+
+#[derive(Debug, Args)]
+struct ServerArgs {
+    /// TOML file with settings; flags and FEATURESTORE_* variables come before it.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Size of the arena, such as 2GiB. Required here, in the environment or in the file.
+    #[arg(long)]
+    arena: Option<String>,
+    /// shared (other processes can map it) or heap.
+    #[arg(long)]
+    arena_kind: Option<String>,
+    /// HTTP address; port 0 picks a free one.
+    #[arg(long)]
+    http: Option<String>,
+    /// Address of the peer handshake that data sessions name.
+    #[arg(long)]
+    data: Option<String>,
+    /// Address of the control listener.
+    #[arg(long)]
+    control: Option<String>,
+    /// Host that descriptors name.
+    #[arg(long)]
+    advertise: Option<String>,
+    /// Comma-separated networks that may connect.
+    #[arg(long)]
+    allow: Option<String>,
+    /// Samples worked on or waiting; more are put off with 503.
+    #[arg(long)]
+    max_in_flight: Option<String>,
+    /// Threads that fill captured tensors.
+    #[arg(long)]
+    fill_threads: Option<String>,
+    /// Longest wait for room in the arena.
+    #[arg(long)]
+    deadline: Option<String>,
+    /// Lease of clients that have not announced themselves.
+    #[arg(long)]
+    lease: Option<String>,
+    /// End when standard input ends, so that the server never outlives who started it.
+    #[arg(long)]
+    exit_with_parent: bool,
+    #[command(flatten)]
+    model: ModelArgs,
+}
+
+impl ServerArgs {
+    fn settings(&self) -> Result<Settings> {
+        let mut settings = layered(self.config.as_deref())?;
+        for (name, value) in [
+            ("arena", &self.arena),
+            ("arena_kind", &self.arena_kind),
+            ("http", &self.http),
+            ("data", &self.data),
+            ("control", &self.control),
+            ("advertise", &self.advertise),
+            ("allow", &self.allow),
+            ("max_in_flight", &self.max_in_flight),
+            ("fill_threads", &self.fill_threads),
+            ("deadline", &self.deadline),
+            ("lease", &self.lease),
+        ] {
+            if let Some(value) = value {
+                settings.set(name, value.clone())?;
+            }
+        }
+        Ok(settings)
+    }
+}
+
+fn layered(file: Option<&std::path::Path>) -> Result<Settings> {
+    let settings = match file {
+        Some(file) => Settings::new().file(file)?,
+        None => Settings::new(),
+    };
+    Ok(settings.environment(|name| std::env::var(name).ok()))
+}
+
+pub(crate) fn run() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+    let outcome = match cli.command {
+        Command::Pipeline(args) => pipeline(&args),
+        Command::CaptureServer(args) => capture_server(&args),
+        Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
+        Command::Trainer => runtime(1, 4).and_then(|runtime| {
+            runtime.block_on(pipeline::trainer::run()).map(|()| ExitCode::SUCCESS)
+        }),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("featurestore: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn runtime(workers: usize, blocking: usize) -> Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(workers)
+        .max_blocking_threads(blocking)
+        .enable_all()
+        .build()
+        .map_err(|e| Error::io("start runtime", e))
+}
+
+fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
+    let mut options = Options::default();
+    options.samples = args.samples;
+    options.servers = args.servers;
+    options.arena = args.arena;
+    options.transport = args.transport;
+    options.strict = args.strict;
+    options.quantum = args.quantum;
+    options.concurrency = args.concurrency;
+    options.model = args.model.model()?;
+    options.max_length = args.max_length;
+    options.seed = args.model.seed;
+    options.verify = !args.no_verify;
+    options.input = args.model.input.clone();
+    options.paper = args.paper;
+    options.pool = args.pool;
+    options.plugin = args.plugin;
+    let report = runtime(2, 8)?.block_on(pipeline::run(&options))?;
+    if args.json {
+        let json = serde_json::to_string(&report)
+            .map_err(|e| Error::new(ErrorKind::Unexpected, "report", "not JSON").source(e))?;
+        println!("{json}");
+    } else {
+        println!("{report}");
+    }
+    let wrong = report.verdict();
+    for problem in &wrong {
+        eprintln!("featurestore: wrong result: {problem}");
+    }
+    Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })
+}
+
+fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
+    let config = ServerConfig::from_settings(&args.settings()?)?;
+    let source = match &args.model.input {
+        Some(folder) => Source::Folder(Folder::open(folder)?),
+        None => Source::Synthetic { model: args.model.model()?, seed: args.model.seed },
+    };
+    let fill = config.fill_threads;
+    let fill = fill.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+    runtime(2, fill)?.block_on(async {
+        let server = CaptureServer::bind(&config, source).await?;
+        let ready = serde_json::to_string(&server.ready_line())
+            .map_err(|e| Error::new(ErrorKind::Unexpected, "report", "not JSON").source(e))?;
+        println!("{ready}");
+        server.serve(end_of_life(args.exit_with_parent)).await
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
+    let settings = layered(file)?;
+    // A value that cannot be used is an error here already, not at the start of a server.
+    featurestore::Config::from_settings(&settings)?;
+    for (key, value, source) in settings.effective() {
+        println!("{:<14} {:<16} {:<32} {}", key.name, value.as_deref().unwrap_or("-"),
+            source.to_string(), key.help);
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,194 @@
+//! The processes that the pipeline starts. Each ends with its guard, and with this process.
+
+use std::{process::Stdio, time::Duration};
+
+use serde_json::Value;
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
+    process::{Child, ChildStdin, ChildStdout, Command},
+    time::timeout,
+};
+use transport_core::{ClientId, Error, ErrorKind, Result};
+
+use super::{
+    Options,
+    messages::{Event, Start},
+    report::ServerReport,
+};
+
+/// How long a process may take to get ready.
+const START: Duration = Duration::from_secs(30);
+/// How long a process may take to end after it was asked to.
+const STOP: Duration = Duration::from_secs(15);
+
+fn command(arguments: &[&str]) -> Result<Command> {
+    let binary = std::env::current_exe().map_err(|e| Error::io("start process", e))?;
+    let mut command = Command::new(binary);
+    command
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true)
+        // Two malloc arenas are plenty for a few threads, and keep the resident set near the pool.
+        .env("MALLOC_ARENA_MAX", "2");
+    Ok(command)
+}
+
+fn lost(what: &str, why: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::PeerGone, "run pipeline", format!("{what} {why}"))
+}
+
+/// A capture server of this run.
+#[derive(Debug)]
+pub(super) struct Server {
+    pub(super) name: String,
+    pub(super) http: String,
+    pub(super) control: String,
+    pub(super) arena_bytes: u64,
+    child: Child,
+    _stdin: ChildStdin, // its end tells the server that this process is gone
+    client: reqwest::Client,
+}
+
+impl Server {
+    pub(super) async fn start(options: &Options, index: usize) -> Result<Self> {
+        let name = format!("capture server {index}");
+        let fill = (std::thread::available_parallelism().map_or(1, usize::from) / options.servers)
+            .max(1)
+            .to_string();
+        let arena = options.arena.to_string();
+        let taps =
+            options.model.taps.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let (hidden, seed) = (options.model.hidden.to_string(), options.seed.to_string());
+        let in_flight = options.concurrency.to_string();
+        let mut arguments = vec![
+            "capture-server",
+            "--exit-with-parent",
+            "--arena",
+            &arena,
+            "--fill-threads",
+            &fill,
+            "--max-in-flight",
+            &in_flight,
+            "--hidden",
+            &hidden,
+            "--taps",
+            &taps,
+            "--seed",
+            &seed,
+        ];
+        let input = options.input.as_ref().map(|i| i.to_string_lossy().into_owned());
+        if let Some(input) = &input {
+            arguments.extend(["--input", input]);
+        }
+        let mut child =
+            command(&arguments)?.spawn().map_err(|e| Error::io("start capture server", e))?;
+        let stdin = child.stdin.take().expect("piped");
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        let line = match timeout(START, lines.next_line()).await {
+            Ok(Ok(Some(line))) => line,
+            Ok(_) => {
+                let status = timeout(STOP, child.wait()).await;
+                let status = status.ok().and_then(Result::ok).map_or_else(String::new, |s| format!(": {s}"));
+                return Err(lost(&name, format_args!("ended before it was ready{status}"))
+                    .remedy("its own message is above"));
+            }
+            Err(_) => return Err(lost(&name, format_args!("was not ready within {START:?}"))),
+        };
+        tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
+        let ready: Value = serde_json::from_str(&line)
+            .map_err(|e| lost(&name, "printed no ready line").source(e))?;
+        let text = |field: &str| ready[field].as_str().unwrap_or_default().to_owned();
+        Ok(Self {
+            http: text("http"),
+            control: text("control"),
+            arena_bytes: ready["arena_bytes"].as_u64().unwrap_or(0),
+            name,
+            child,
+            _stdin: stdin,
+            client: reqwest::Client::new(),
+        })
+    }
+
+    /// What the server measures of itself.
+    pub(super) async fn health(&self) -> Result<ServerReport> {
+        let url = format!("http://{}/health", self.http);
+        let fail = |e: reqwest::Error| lost(&self.name, "did not answer GET /health").source(e);
+        let answer = self.client.get(url).timeout(STOP).send().await.map_err(fail)?;
+        answer.json().await.map_err(fail)
+    }
+
+    /// Completes when the process ends, which it should not.
+    pub(super) async fn died(&mut self) -> Error {
+        let status = self.child.wait().await;
+        let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
+        lost(&self.name, format_args!("(pid of {}) died: {status}", self.http))
+    }
+
+    /// Asks the server to end and waits for it.
+    pub(super) async fn stop(mut self) -> Result<()> {
+        drop(self._stdin);
+        match timeout(STOP, self.child.wait()).await {
+            Ok(Ok(status)) if status.success() => Ok(()),
+            Ok(Ok(status)) => Err(lost(&self.name, format_args!("ended badly: {status}"))),
+            Ok(Err(error)) => Err(Error::io("stop capture server", error)),
+            Err(_) => Err(lost(&self.name, format_args!("did not end within {STOP:?}; killed"))),
+        }
+    }
+}
+
+/// The trainer of this run.
+#[derive(Debug)]
+pub(super) struct Trainer {
+    pub(super) client: ClientId,
+    pub(super) transport: String,
+    pub(super) reasons: Vec<String>,
+    pub(super) child: Child,
+    pub(super) stdin: ChildStdin,
+    pub(super) events: Events,
+}
+
+impl Trainer {
+    pub(super) async fn start(start: &Start) -> Result<Self> {
+        let mut child = command(&["trainer"])?.spawn().map_err(|e| Error::io("start trainer", e))?;
+        let mut stdin = child.stdin.take().expect("piped");
+        let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());
+        let mut line = serde_json::to_vec(start).expect("plain data");
+        line.push(b'\n');
+        stdin.write_all(&line).await.map_err(|e| lost("the trainer", "is gone").source(e))?;
+        let ready = timeout(START, events.next()).await;
+        match ready.map_err(|_| lost("the trainer", format_args!("was not ready within {START:?}")))?? {
+            Some(Event::Ready { client, transport, reasons }) => {
+                Ok(Self { client: client.parse()?, transport, reasons, child, stdin, events })
+            }
+            Some(Event::Failed { error }) => Err(lost("the trainer", format_args!("failed: {error}"))),
+            other => Err(lost("the trainer", format_args!("began with {other:?}"))),
+        }
+    }
+}
+
+/// Events of the trainer.
+#[derive(Debug)]
+pub(super) struct Events(Lines<BufReader<ChildStdout>>);
+
+impl Events {
+    /// The next event; none when the trainer has closed its output.
+    pub(super) async fn next(&mut self) -> Result<Option<Event>> {
+        let line = self.0.next_line().await.map_err(|e| lost("the trainer", "is gone").source(e))?;
+        line.map(|line| {
+            serde_json::from_str(&line)
+                .map_err(|e| lost("the trainer", format_args!("said {line:?}")).source(e))
+        })
+        .transpose()
+    }
+}
+
+/// Waits for a child that was asked to end.
+pub(super) async fn reap(child: &mut Child, what: &str) -> Result<()> {
+    match timeout(STOP, child.wait()).await {
+        Ok(Ok(status)) if status.success() => Ok(()),
+        Ok(Ok(status)) => Err(lost(what, format_args!("ended badly: {status}"))),
+        Ok(Err(error)) => Err(Error::io("stop process", error)),
+        Err(_) => Err(lost(what, format_args!("did not end within {STOP:?}"))),
+    }
+}

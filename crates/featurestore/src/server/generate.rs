@@ -1,0 +1,214 @@
+//! `POST /generate`: reserve, fill, publish, answer.
+
+use std::{sync::Arc, time::Instant};
+
+use axum::{
+    body::Bytes,
+    extract::State,
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use capture_arena::{ReserveOptions, SamplePlan};
+use control_proto::capture::{
+    CHECKSUMS_HEADER, CHECKSUMS_XXH3, CaptureOutcome, CaptureRequest, Checksum, HOLDER_HEADER,
+    Prompt, Row, write_response,
+};
+use indexmap::IndexMap;
+use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
+use transport_mooncake_direct::SinkReservation;
+
+use super::{Shared, bump};
+
+pub(super) async fn generate(
+    State(state): State<Arc<Shared>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
+    bump(&state.counts.requests, 1);
+    let asked = Asked::new(&headers);
+    let request = asked.and_then(|asked| {
+        CaptureRequest::parse(&body, &state.limits).map(|request| (asked, request))
+    });
+    drop(body); // the prompts are parsed; a long wait need not keep the text
+    let (asked, request) = match request {
+        Ok(parsed) => parsed,
+        Err(error) => return refusal(&error),
+    };
+    let samples = request.prompts.len();
+    let Some(_places) =
+        u32::try_from(samples).ok().and_then(|n| state.places.try_acquire_many(n).ok())
+    else {
+        bump(&state.counts.put_off, samples as u64);
+        let error = Error::new(ErrorKind::Busy, "capture", "too many samples in flight")
+            .with("limit", state.max_in_flight)
+            .with("asked_for", samples)
+            .remedy("ask again later, or raise --max-in-flight");
+        return refusal(&error);
+    };
+    let (form, batched) = (request.form, request.batched);
+    let prompts: Arc<[Prompt]> = request.prompts.into();
+    let rows = capture(&state, &prompts, asked).await;
+    let mut json = Vec::with_capacity(1024 * rows.len());
+    match write_response(&mut json, form, batched, &rows) {
+        Ok(()) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),
+        Err(error) => refusal(&error),
+    }
+}
+
+/// What the request's headers ask for beyond the documented request.
+struct Asked {
+    holder: Option<ClientId>,
+    checksums: bool,
+}
+
+impl Asked {
+    fn new(headers: &HeaderMap) -> Result<Self> {
+        let text = |name: &'static str| {
+            headers.get(name).map(|value| value.to_str().unwrap_or_default().trim())
+        };
+        let holder = text(HOLDER_HEADER).map(str::parse).transpose()?;
+        let checksums = match text(CHECKSUMS_HEADER) {
+            None => false,
+            Some(CHECKSUMS_XXH3) => true,
+            Some(other) => {
+                return Err(Error::new(ErrorKind::Unsupported, "capture", "unknown checksum")
+                    .with("header", CHECKSUMS_HEADER)
+                    .with("found", format_args!("{other:?}"))
+                    .remedy("ask for xxh3"));
+            }
+        };
+        Ok(Self { holder, checksums })
+    }
+}
+
+/// One row for each prompt, in order. Rows that cannot be planned fail alone; the others are
+/// reserved together, those that replace apart from those that do not.
+async fn capture(state: &Arc<Shared>, prompts: &Arc<[Prompt]>, asked: Asked) -> Vec<Row> {
+    let mut rows: Vec<Option<Row>> = prompts.iter().map(|_| None).collect();
+    let mut groups: [Vec<(usize, SamplePlan)>; 2] = [Vec::new(), Vec::new()];
+    for (i, prompt) in prompts.iter().enumerate() {
+        match state.source.plan(prompt) {
+            Ok(objects) => groups[usize::from(prompt.sample.replace)].push((
+                i,
+                SamplePlan {
+                    sample: prompt.sample.sample.clone(),
+                    objects,
+                    holder: asked.holder.clone(),
+                },
+            )),
+            Err(error) => rows[i] = Some(failed(prompt, &error, false)),
+        }
+    }
+    let start = Instant::now();
+    for (replace, group) in [false, true].into_iter().zip(groups) {
+        if group.is_empty() {
+            continue;
+        }
+        let (places, plans): (Vec<usize>, Vec<SamplePlan>) = group.into_iter().unzip();
+        let left = state.deadline.saturating_sub(start.elapsed());
+        let options = ReserveOptions::default().replace(replace).deadline(left);
+        match publish(state, prompts, &places, plans, options, asked.checksums).await {
+            Ok(published) => {
+                bump(&state.counts.captured, places.len() as u64);
+                for (place, row) in places.into_iter().zip(published) {
+                    rows[place] = Some(row);
+                }
+            }
+            Err(error) => {
+                bump(&state.counts.failed, places.len() as u64);
+                tracing::warn!(%error, samples = places.len(), "a batch was not captured");
+                for place in places {
+                    rows[place] = Some(failed(&prompts[place], &error, error.is_temporary()));
+                }
+            }
+        }
+    }
+    rows.into_iter().map(|row| row.expect("every prompt is in a group or has failed")).collect()
+}
+
+async fn publish(
+    state: &Arc<Shared>,
+    prompts: &Arc<[Prompt]>,
+    places: &[usize],
+    plans: Vec<SamplePlan>,
+    options: ReserveOptions,
+    hashed: bool,
+) -> Result<Vec<Row>> {
+    let names: Vec<Vec<(FeatureName, TensorMeta)>> =
+        plans.iter().map(|plan| plan.objects.clone()).collect();
+    let mut reservation = state.sink.reserve(plans, options).await?;
+    let mut sums = Vec::with_capacity(places.len());
+    for (sample, &place) in places.iter().enumerate() {
+        let work = Work { state: state.clone(), prompts: prompts.clone(), place };
+        let (back, filled) = work.fill(reservation, sample, names[sample].len(), hashed).await?;
+        reservation = back;
+        let named = names[sample].iter().map(|(name, _)| name.clone());
+        sums.push(hashed.then(|| named.zip(filled).collect::<IndexMap<_, _>>()));
+    }
+    for sample in 0..places.len() {
+        reservation.set_aux_layer_ids(sample, state.source.aux_layer_ids());
+    }
+    let described = reservation.publish().await?;
+    let row = |(descriptor, checksums)| Row {
+        outcome: CaptureOutcome::Captured(descriptor),
+        checksums,
+    };
+    Ok(described.into_iter().zip(sums).map(row).collect())
+}
+
+struct Work {
+    state: Arc<Shared>,
+    prompts: Arc<[Prompt]>,
+    place: usize,
+}
+
+impl Work {
+    /// Fills one sample on a blocking thread, of which there are as many as `--fill-threads`.
+    async fn fill(
+        self,
+        mut reservation: SinkReservation,
+        sample: usize,
+        objects: usize,
+        hashed: bool,
+    ) -> Result<(SinkReservation, Vec<Checksum>)> {
+        let filling = tokio::task::spawn_blocking(move || {
+            let prompt = &self.prompts[self.place];
+            let mut sums = Vec::new();
+            for object in 0..objects {
+                let out = reservation.bytes_mut(sample, object);
+                sums.extend(self.state.source.fill(prompt, object, out, hashed)?);
+            }
+            Ok((reservation, sums))
+        });
+        filling.await.unwrap_or_else(|e| {
+            Err(Error::new(ErrorKind::Unexpected, "capture", "filling a sample failed").source(e))
+        })
+    }
+}
+
+fn failed(prompt: &Prompt, error: &Error, retryable: bool) -> Row {
+    let sample_id = prompt.sample.sample.sample_id.clone();
+    let outcome = CaptureOutcome::Failed { sample_id, error: error.to_string(), retryable };
+    Row { outcome, checksums: None }
+}
+
+/// An answer that says why a request was not served.
+pub(super) fn refusal(error: &Error) -> Response {
+    let status = match error.kind() {
+        ErrorKind::Busy | ErrorKind::CapacityExceeded | ErrorKind::Closed => {
+            StatusCode::SERVICE_UNAVAILABLE
+        }
+        ErrorKind::InvalidInput | ErrorKind::Protocol | ErrorKind::Corrupt => {
+            StatusCode::BAD_REQUEST
+        }
+        ErrorKind::Unsupported => StatusCode::BAD_REQUEST,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    };
+    let body = serde_json::json!({ "error": error.to_string() }).to_string();
+    let mut response =
+        (status, [(header::CONTENT_TYPE, "application/json")], body).into_response();
+    if status == StatusCode::SERVICE_UNAVAILABLE {
+        response.headers_mut().insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
+    }
+    response
+}

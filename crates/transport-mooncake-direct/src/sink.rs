@@ -1,0 +1,476 @@
+//! The publishing side: an arena, and the two listeners through which others read and free it.
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use capture_arena::{Arena, PublishedSample, Reservation, ReserveOptions, ReservedSample, SamplePlan};
+use control_proto::{Secret, control::Limits};
+use indexmap::IndexMap;
+use tokio::sync::{oneshot, watch};
+use transport_core::{
+    ArenaLocation, ClientId, Descriptor, Error, ErrorKind, FeatureDescriptor, Health, Location,
+    Publication, PublishOptions, Ready, RegionMut, Result, SessionName,
+};
+
+use crate::{
+    AllowList, AnonymousFrees, ControlServer, ControlServerConfig, ControlServerStats, DataServer,
+    DataServerConfig, DataServerStats, WriteWindow, workers::Workers,
+};
+
+/// Batches that are copied, or wait for their ready events, at a time.
+const MAX_COPIES: usize = 32;
+/// How long `close` waits for copies that run.
+const CLOSE_BOUND: Duration = Duration::from_secs(10);
+
+/// How a [`CaptureSink`] listens and what it allows. [`Default`] serves this host only.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct SinkConfig {
+    /// Where the peer handshake is answered: the session of the descriptors. Default: any free port
+    /// of 127.0.0.1.
+    pub data_bind: SocketAddr,
+    /// Where bytes are served; peers learn it from the handshake. Default: any free port of the
+    /// host of `data_bind`.
+    pub transfer_bind: Option<SocketAddr>,
+    /// Where frees are taken. Default: any free port of 127.0.0.1.
+    pub control_bind: SocketAddr,
+    /// Host that peers are told to connect to. Default: the bound addresses; must be given for
+    /// 0.0.0.0 and `[::]`.
+    pub advertise_host: Option<String>,
+    /// Who may connect, to any of the ports. Default: everybody.
+    pub allow: AllowList,
+    /// What clients of the control port must prove to know. Needed for any address but loopback,
+    /// unless `anonymous_frees` says otherwise in so many words.
+    pub token: Option<Secret>,
+    /// Whose plain lists of keys are taken.
+    pub anonymous_frees: AnonymousFrees,
+    /// Bounds of the control port.
+    pub limits: Limits,
+    /// Longest lease granted. Default: 10 minutes.
+    pub max_lease: Duration,
+    /// Memory that peers may write. Default: none, every write is refused.
+    pub writable: Option<WriteWindow>,
+    /// Data connections at a time; each has a thread. Default: 256.
+    pub max_data_connections: usize,
+    /// How long a data connection may be idle. Default: 2 minutes.
+    pub data_idle: Duration,
+    /// How long a peer may stall within a transfer. Default: 10 seconds.
+    pub data_stall: Duration,
+}
+
+impl Default for SinkConfig {
+    fn default() -> Self {
+        let (data, control) = (DataServerConfig::default(), ControlServerConfig::default());
+        Self {
+            data_bind: data.session_bind,
+            transfer_bind: None,
+            control_bind: control.bind,
+            advertise_host: None,
+            allow: AllowList::default(),
+            token: None,
+            anonymous_frees: AnonymousFrees::default(),
+            limits: control.limits,
+            max_lease: control.max_lease,
+            writable: None,
+            max_data_connections: data.max_connections,
+            data_idle: data.idle,
+            data_stall: data.stall,
+        }
+    }
+}
+
+impl SinkConfig {
+    fn data(&self) -> DataServerConfig {
+        DataServerConfig {
+            session_bind: self.data_bind,
+            data_bind: self.transfer_bind,
+            advertise_host: self.advertise_host.clone(),
+            allow: self.allow.clone(),
+            writable: self.writable.clone(),
+            max_connections: self.max_data_connections,
+            idle: self.data_idle,
+            stall: self.data_stall,
+            ..DataServerConfig::default()
+        }
+    }
+
+    fn control(&self) -> ControlServerConfig {
+        ControlServerConfig {
+            bind: self.control_bind,
+            advertise_host: self.advertise_host.clone(),
+            allow: self.allow.clone(),
+            token: self.token.clone(),
+            anonymous: self.anonymous_frees,
+            limits: self.limits,
+            max_lease: self.max_lease,
+        }
+    }
+}
+
+/// Publishes samples from an arena: copies or lets others fill them, describes them, serves their
+/// bytes and takes their frees. Cheap to clone; the last clone closes it.
+#[derive(Clone, Debug)]
+pub struct CaptureSink(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    arena: Arena,
+    data: Arc<DataServer>,
+    control: ControlServer,
+    copies: Workers,
+    closed: watch::Sender<bool>,
+    host_bytes: AtomicU64,
+}
+
+impl CaptureSink {
+    /// Starts both listeners over `arena`.
+    pub fn start(arena: Arena, config: SinkConfig) -> Result<Self> {
+        let data = Arc::new(DataServer::start(&arena, &config.data())?);
+        let measured = Arc::downgrade(&data);
+        let health = move |mut health: Health| {
+            if let Some(data) = measured.upgrade() {
+                add_data(&mut health, data.stats());
+            }
+            health
+        };
+        let control = ControlServer::start_with(
+            arena.clone(),
+            data.session().clone(),
+            config.control(),
+            Arc::new(health),
+        )?;
+        Ok(Self(Arc::new(Inner {
+            arena,
+            data,
+            control,
+            copies: Workers::new("fs-publish", MAX_COPIES),
+            closed: watch::channel(false).0,
+            host_bytes: AtomicU64::new(0),
+        })))
+    }
+
+    /// Where the bytes are read: the data session of every descriptor.
+    pub fn session(&self) -> &SessionName {
+        self.0.data.session()
+    }
+
+    /// Where frees are taken: the control endpoint of every descriptor.
+    pub fn control(&self) -> &SessionName {
+        self.0.control.control()
+    }
+
+    /// The arena that it publishes from.
+    pub fn arena(&self) -> &Arena {
+        &self.0.arena
+    }
+
+    /// What the data ports have done so far.
+    pub fn data_stats(&self) -> DataServerStats {
+        self.0.data.stats()
+    }
+
+    /// What the control port has seen so far.
+    pub fn control_stats(&self) -> ControlServerStats {
+        self.0.control.stats()
+    }
+
+    /// Takes ranges for a whole batch, to be filled by the caller; waits for room until the
+    /// deadline. See [`Arena::reserve`] for what can go wrong.
+    pub async fn reserve(
+        &self,
+        batch: Vec<SamplePlan>,
+        options: ReserveOptions,
+    ) -> Result<SinkReservation> {
+        let holders = batch.iter().map(|plan| plan.holder.clone()).collect();
+        let reservation =
+            self.unless_closed("reserve", self.0.arena.reserve(batch, options)).await?;
+        Ok(SinkReservation::new(self.clone(), reservation, holders))
+    }
+
+    /// [`Self::reserve`] for threads that may block.
+    pub fn reserve_blocking(
+        &self,
+        batch: Vec<SamplePlan>,
+        options: ReserveOptions,
+    ) -> Result<SinkReservation> {
+        self.check_open("reserve")?;
+        let holders = batch.iter().map(|plan| plan.holder.clone()).collect();
+        let reservation = self.0.arena.reserve_blocking(batch, options)?;
+        Ok(SinkReservation::new(self.clone(), reservation, holders))
+    }
+
+    /// Copies a batch into the arena and publishes it, all or nothing; see
+    /// [`Transport::publish`](transport_core::Transport::publish).
+    pub async fn publish(
+        &self,
+        batch: Vec<Publication>,
+        options: PublishOptions,
+    ) -> Result<Vec<Descriptor>> {
+        self.check_open("publish")?;
+        if batch.is_empty() {
+            return Ok(Vec::new());
+        }
+        check_sources(&batch)?;
+        let deadline = Instant::now().checked_add(options.deadline);
+        let plans = batch.iter().map(plan_of).collect();
+        let reserve =
+            ReserveOptions::default().replace(options.replace).deadline(options.deadline);
+        let reservation = self.reserve(plans, reserve).await?;
+        let (done, filled) = oneshot::channel();
+        self.0.copies.run(move || {
+            // A caller that went away gives the batch up with the message.
+            let _ = done.send(fill(reservation, &batch, deadline));
+        })?;
+        let filled = self.unless_closed("publish", async {
+            filled.await.unwrap_or_else(|_| {
+                Err(Error::new(ErrorKind::Closed, "publish", "the copy was given up"))
+            })
+        });
+        filled.await?.publish().await
+    }
+
+    /// Measures the arena, the connections and the bytes that passed through.
+    pub async fn health(&self) -> Result<Health> {
+        self.check_open("health")?;
+        let arena = self.0.arena.health().await?;
+        Ok(self.complete(arena.into()))
+    }
+
+    /// [`Self::health`] for threads that may block.
+    pub fn health_blocking(&self) -> Result<Health> {
+        self.check_open("health")?;
+        let arena = self.0.arena.health_blocking()?;
+        Ok(self.complete(arena.into()))
+    }
+
+    /// Ends waiting publications, every connection, both listeners and the arena. Idempotent.
+    pub async fn close(&self) -> Result<()> {
+        let this = self.clone();
+        let (done, closed) = oneshot::channel();
+        // Joining threads blocks, so it has one of its own.
+        let closing = std::thread::Builder::new().name("fs-close".into()).spawn(move || {
+            this.close_blocking();
+            let _ = done.send(());
+        });
+        match closing {
+            Ok(_) => drop(closed.await),
+            Err(_) => self.close_blocking(),
+        }
+        Ok(())
+    }
+
+    /// [`Self::close`] for threads that may block.
+    pub fn close_blocking(&self) {
+        self.0.close();
+    }
+
+    fn complete(&self, mut health: Health) -> Health {
+        add_data(&mut health, self.0.data.stats());
+        let control = self.0.control.stats();
+        health.connected_peers += control.connections;
+        health.protocol_errors +=
+            control.bad_lines + control.refused_lines + control.closed_for_cause;
+        health.last_error = health.last_error.take().or(control.last_error);
+        health.host_payload_bytes += self.0.host_bytes.load(Ordering::Relaxed);
+        health
+    }
+
+    fn check_open(&self, operation: &'static str) -> Result<()> {
+        if *self.0.closed.borrow() { Err(closed(operation)) } else { Ok(()) }
+    }
+
+    async fn unless_closed<T>(
+        &self,
+        operation: &'static str,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let mut signal = self.0.closed.subscribe();
+        tokio::select! {
+            biased;
+            _ = signal.wait_for(|closed| *closed) => Err(closed(operation)),
+            done = work => done,
+        }
+    }
+
+    /// Describes what the arena has published.
+    fn describe(
+        &self,
+        published: Vec<PublishedSample>,
+        holders: Vec<Option<ClientId>>,
+        aux_layer_ids: Vec<Option<Vec<i64>>>,
+    ) -> Result<Vec<Descriptor>> {
+        let mut host_bytes = 0;
+        let described = published
+            .into_iter()
+            .zip(holders)
+            .zip(aux_layer_ids)
+            .map(|((sample, holder), layers)| {
+                let mut place = ArenaLocation::new(
+                    self.session().clone(),
+                    self.control().clone(),
+                    Some(self.0.arena.epoch()),
+                );
+                place.holder = holder;
+                let features: IndexMap<_, _> = sample
+                    .objects
+                    .into_iter()
+                    .map(|object| {
+                        host_bytes += object.meta.nbytes();
+                        let feature =
+                            FeatureDescriptor::new(object.meta, object.address, Some(object.seq));
+                        (object.name, feature)
+                    })
+                    .collect();
+                Descriptor::new(sample.sample, features, layers, Location::Arena(place))
+            })
+            .collect();
+        self.0.host_bytes.fetch_add(host_bytes, Ordering::Relaxed);
+        described
+    }
+}
+
+impl Inner {
+    fn close(&self) {
+        self.closed.send_replace(true);
+        self.control.close();
+        self.data.close();
+        self.arena.close();
+        self.copies.close(CLOSE_BOUND);
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// Ranges of a batch that are being filled; dropping it gives the batch up.
+#[derive(Debug)]
+#[must_use = "dropping a reservation gives it up"]
+pub struct SinkReservation {
+    sink: CaptureSink,
+    reservation: Reservation,
+    holders: Vec<Option<ClientId>>,
+    aux_layer_ids: Vec<Option<Vec<i64>>>,
+}
+
+impl SinkReservation {
+    fn new(sink: CaptureSink, reservation: Reservation, holders: Vec<Option<ClientId>>) -> Self {
+        let aux_layer_ids = vec![None; holders.len()];
+        Self { sink, reservation, holders, aux_layer_ids }
+    }
+
+    /// The samples, in the order in which they were asked for.
+    pub fn samples(&self) -> &[ReservedSample] {
+        self.reservation.samples()
+    }
+
+    /// The bytes of one tensor; they hold whatever was there before.
+    ///
+    /// # Panics
+    /// If there is no such tensor, or its region is taken.
+    pub fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
+        self.reservation.bytes_mut(sample, object)
+    }
+
+    /// Hands the region of one tensor to a writer; see [`Reservation::take`].
+    ///
+    /// # Panics
+    /// If there is no such tensor, or its region is taken already.
+    pub fn take(&mut self, sample: usize, object: usize) -> RegionMut {
+        self.reservation.take(sample, object)
+    }
+
+    /// Takes a region back from its writer; see [`Reservation::put_back`].
+    pub fn put_back(&mut self, sample: usize, object: usize, region: RegionMut) -> Result<()> {
+        self.reservation.put_back(sample, object, region)
+    }
+
+    /// Records which model layers a sample's hidden states were taken from.
+    ///
+    /// # Panics
+    /// If there is no such sample.
+    pub fn set_aux_layer_ids(&mut self, sample: usize, layers: Option<Vec<i64>>) {
+        self.aux_layer_ids[sample] = layers;
+    }
+
+    /// Makes the batch readable, all at once, and describes it.
+    pub async fn publish(self) -> Result<Vec<Descriptor>> {
+        let Self { sink, reservation, holders, aux_layer_ids } = self;
+        let published = sink.unless_closed("publish", reservation.publish()).await?;
+        sink.describe(published, holders, aux_layer_ids)
+    }
+
+    /// [`Self::publish`] for threads that may block.
+    pub fn publish_blocking(self) -> Result<Vec<Descriptor>> {
+        let Self { sink, reservation, holders, aux_layer_ids } = self;
+        sink.check_open("publish")?;
+        let published = reservation.publish_blocking()?;
+        sink.describe(published, holders, aux_layer_ids)
+    }
+}
+
+fn closed(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Closed, operation, "the sink is closed")
+}
+
+fn add_data(health: &mut Health, data: DataServerStats) {
+    health.connected_peers += data.connections;
+    health.protocol_errors += data.protocol_errors + data.rejected;
+    health.last_error = health.last_error.take().or(data.last_error);
+}
+
+fn check_sources(batch: &[Publication]) -> Result<()> {
+    for publication in batch {
+        for (name, tensor) in &publication.tensors {
+            if tensor.data.as_bytes().is_none() {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    "publish",
+                    "this sink cannot read device memory",
+                )
+                .with("key", publication.sample.object(name))
+                .remedy("copy the tensor to host memory first"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn plan_of(publication: &Publication) -> SamplePlan {
+    let tensors = publication.tensors.iter();
+    SamplePlan {
+        sample: publication.sample.clone(),
+        objects: tensors.map(|(name, tensor)| (name.clone(), tensor.meta.clone())).collect(),
+        holder: publication.holder.clone(),
+    }
+}
+
+/// Copies each source once it is final.
+fn fill(
+    mut reservation: SinkReservation,
+    batch: &[Publication],
+    deadline: Option<Instant>,
+) -> Result<SinkReservation> {
+    let left = || {
+        deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))
+    };
+    for (i, publication) in batch.iter().enumerate() {
+        if let Ready::After(event) = &publication.ready {
+            event.wait(left()).map_err(|e| e.with("sample", &publication.sample))?;
+        }
+        for (j, tensor) in publication.tensors.values().enumerate() {
+            let source = tensor.data.as_bytes().expect("checked to be host memory");
+            reservation.bytes_mut(i, j).copy_from_slice(source);
+        }
+        reservation.set_aux_layer_ids(i, publication.aux_layer_ids.clone());
+    }
+    Ok(reservation)
+}
