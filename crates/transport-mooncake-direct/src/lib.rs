@@ -8,7 +8,10 @@ mod tcp;
 mod transport;
 mod workers;
 
-pub use control::{AnonymousFrees, ControlServer, ControlServerConfig, ControlServerStats};
+pub use control::{
+    AnonymousFrees, ControlClient, ControlOptions, ControlServer, ControlServerConfig,
+    ControlServerStats, ControlStats, FreeTicket, Standing,
+};
 pub use net::{AllowList, Cidr};
 pub use sink::{CaptureSink, SinkConfig, SinkReservation};
 pub use tcp::{

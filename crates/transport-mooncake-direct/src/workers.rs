@@ -78,8 +78,12 @@ impl Workers {
         state.closed = true;
         let dropped = std::mem::take(&mut state.jobs);
         self.0.changed.notify_all();
-        while state.running > 0 {
-            if self.0.changed.wait_until(&mut state, deadline).timed_out() && state.running > 0 {
+        // A job may hold the last handle of what is closed here: its thread waits for the others.
+        let own = std::thread::current().id();
+        let spared = usize::from(state.threads.iter().any(|thread| thread.thread().id() == own));
+        while state.running > spared {
+            let late = self.0.changed.wait_until(&mut state, deadline).timed_out();
+            if late && state.running > spared {
                 return false;
             }
         }
@@ -87,8 +91,7 @@ impl Workers {
         drop(state);
         drop(dropped); // outside the lock: jobs own whatever
         for thread in threads {
-            // A thread that runs this close cannot wait for itself.
-            if thread.thread().id() != std::thread::current().id() {
+            if thread.thread().id() != own {
                 let _ = thread.join();
             }
         }

@@ -162,11 +162,6 @@ impl Peer {
         self.state == State::Open
     }
 
-    /// Whether it is being closed: its input is dropped.
-    pub(super) fn is_closing(&self) -> bool {
-        matches!(self.state, State::Closing { .. })
-    }
-
     /// Whether there is nothing left to wait for.
     pub(super) fn is_over(&self, now: Instant) -> bool {
         let unsent = self.sent < self.out.len();

@@ -1,0 +1,493 @@
+//! The thread that owns a control client's connection.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use control_proto::control::{
+    Code, Hello, Response, ServerHello, write_bye, write_hello, write_ping,
+};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
+use transport_core::{Error, ErrorKind, Result};
+
+use super::{
+    client::{Shared, Standing, closed},
+    link::Link,
+    pending::{Answer, Ask, Backoff, Item, Question, Sent, unreachable},
+    ticket::Fate,
+};
+use crate::net::connect;
+
+/// Lines that may be unanswered.
+const WINDOW: usize = 64;
+/// Unsent bytes at which no more lines are written.
+const MAX_UNSENT: usize = 1 << 20;
+/// How long, and how many bytes of, one-way frees are kept to be sent again.
+const KEEP_FOR: Duration = Duration::from_secs(10);
+const KEEP_BYTES: usize = 2 << 20;
+
+/// How the server is spoken to.
+#[derive(Debug)]
+enum Mode {
+    /// The greeting is not answered yet.
+    Greeting { until: Instant },
+    Extended(Arc<ServerHello>),
+    /// An older server, which answers nothing.
+    OneWay,
+}
+
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    queue: VecDeque<Item>,
+    sent: BTreeMap<u64, Sent>,
+    next_id: u64,
+    link: Option<(Link, Mode)>,
+    backoff: Backoff,
+    greeted: Option<Instant>, // when the greeting that is being answered was sent
+    older_server: bool,
+    given_up: bool, // nobody tries to reconnect before there is something to say
+    kept: VecDeque<(Instant, Vec<u8>)>, // one-way lines, to be sent again after a reconnect
+    ping: Option<(u64, Instant)>,
+}
+
+impl Worker {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self {
+            shared,
+            queue: VecDeque::new(),
+            sent: BTreeMap::new(),
+            next_id: 1,
+            link: None,
+            backoff: Backoff::new(),
+            greeted: None,
+            older_server: false,
+            given_up: false,
+            kept: VecDeque::new(),
+            ping: None,
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        loop {
+            self.queue.extend(std::mem::take(&mut *self.shared.inbox.lock()));
+            self.given_up &= self.queue.is_empty();
+            if self.shared.closing.load(Ordering::Relaxed) {
+                let idle = self.queue.is_empty() && self.sent.is_empty();
+                if idle || self.shared.abandon.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
+            if let Err(error) = self.advance() {
+                self.link_failed(&error);
+            }
+            self.wait();
+        }
+        self.finish();
+    }
+
+    /// Connects, writes and reads, as far as that goes without waiting for the server.
+    fn advance(&mut self) -> Result<()> {
+        if self.link.is_none() {
+            let wanted = !self.queue.is_empty() || !self.sent.is_empty() || self.holds_something();
+            if !wanted || Instant::now() < self.backoff.due() {
+                return Ok(());
+            }
+            self.connect()?;
+        }
+        self.read()?;
+        self.check_clocks()?;
+        self.write()
+    }
+
+    /// Whether a connection is kept up for the sake of claims.
+    fn holds_something(&self) -> bool {
+        !self.given_up && self.shared.standing.lock().is_some()
+    }
+
+    fn connect(&mut self) -> Result<()> {
+        let options = &self.shared.options;
+        let now = Instant::now();
+        let stream = connect("control", &self.shared.server, now + options.connect_timeout)?;
+        let mut link = Link::new(stream, options.limits)?;
+        self.shared.connects.fetch_add(1, Ordering::Relaxed);
+        let mode = if self.older_server {
+            Mode::OneWay
+        } else {
+            let hello =
+                Hello::new(options.client.clone(), options.lease, options.token.clone());
+            write_hello(link.out(), &hello);
+            self.greeted = Some(now);
+            Mode::Greeting { until: now + options.hello_timeout }
+        };
+        self.link = Some((link, mode));
+        if self.older_server {
+            self.backoff = Backoff::new();
+            self.resend_kept();
+        }
+        Ok(())
+    }
+
+    /// What may have been lost with the last connection goes out again: frees are idempotent.
+    fn resend_kept(&mut self) {
+        let Some((link, _)) = &mut self.link else { return };
+        self.kept.retain(|(at, _)| at.elapsed() < KEEP_FOR);
+        for (_, line) in &self.kept {
+            link.out().extend_from_slice(line);
+        }
+    }
+
+    fn read(&mut self) -> Result<()> {
+        let Some((mut link, mode)) = self.link.take() else { return Ok(()) };
+        let mut responses = Vec::new();
+        let limits = self.shared.options.limits;
+        let one_way = matches!(mode, Mode::OneWay);
+        let received = link.receive(|line| {
+            if !one_way {
+                match Response::parse(line, &limits) {
+                    Ok(response) => responses.push(response),
+                    Err(bad) => {
+                        self.shared.protocol_errors.fetch_add(1, Ordering::Relaxed);
+                        *self.shared.last_error.lock() = Some(bad.to_string());
+                    }
+                }
+            }
+            Ok(())
+        });
+        self.link = Some((link, mode));
+        for response in responses {
+            self.handle(response)?;
+        }
+        received
+    }
+
+    fn handle(&mut self, response: Response) -> Result<()> {
+        match response {
+            Response::Hello(hello) => self.greeted_by(hello),
+            Response::Freed { id, gone, stale } => {
+                if let Some(Item::Free(line)) = self.answered(id) {
+                    self.no_longer_outstanding(line.objects());
+                    line.settle(&gone, &stale);
+                }
+            }
+            Response::Held { id, gone, stale } => {
+                if let Some(Item::Ask(ask)) = self.answered(id) {
+                    ask.answer(|| Ok(Answer::Held { gone, stale }));
+                }
+            }
+            Response::Health { id, health } => {
+                if let Some(Item::Ask(ask)) = self.answered(id) {
+                    ask.answer(|| Ok(Answer::Health(Box::new(health))));
+                }
+            }
+            Response::Pong { id } => {
+                if let Some((ping, at)) = self.ping
+                    && ping == id
+                {
+                    self.ping = None;
+                    self.confirm(at);
+                } else if let Some(Item::Ask(ask)) = self.answered(id) {
+                    ask.answer(|| Ok(Answer::Done));
+                }
+            }
+            Response::Error { id, code, message } => return self.refused(id, &code, &message),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn greeted_by(&mut self, hello: ServerHello) {
+        let (Some((_, mode)), Some(at)) = (&mut self.link, self.greeted.take()) else {
+            return; // not asked for
+        };
+        let hello = Arc::new(hello);
+        *mode = Mode::Extended(hello.clone());
+        self.backoff = Backoff::new();
+        let mut standing = self.shared.standing.lock();
+        let continuity = match &*standing {
+            // The server kept the claims if it heard of the client again within the lease.
+            Some(old) if old.hello.epoch == hello.epoch && old.is_fresh() => old.continuity,
+            Some(old) => old.continuity + 1,
+            None => 0,
+        };
+        *standing = Some(Standing { hello, continuity, confirmed: at, connected: true });
+    }
+
+    /// Takes an answered line off the books: the server lived, and heard of this client, after the
+    /// line was sent.
+    fn answered(&mut self, id: u64) -> Option<Item> {
+        let Sent { item, at } = self.sent.remove(&id)?;
+        self.confirm(at);
+        Some(item)
+    }
+
+    fn confirm(&self, at: Instant) {
+        if let Some(standing) = &mut *self.shared.standing.lock() {
+            standing.confirmed = standing.confirmed.max(at);
+        }
+    }
+
+    fn no_longer_outstanding(&self, objects: usize) {
+        self.shared.outstanding.fetch_sub(objects, Ordering::Relaxed);
+    }
+
+    /// The server refused a line, or is about to close the connection.
+    fn refused(&mut self, id: Option<u64>, code: &Code, message: &str) -> Result<()> {
+        let server = self.shared.server.clone();
+        let error = |kind, what: &'static str| {
+            Error::new(kind, "control", what)
+                .with("peer", &server)
+                .with("reason", message.chars().take(200).collect::<String>())
+        };
+        if let Some(item) = id.and_then(|id| self.answered(id)) {
+            match (item, code) {
+                (Item::Free(line), Code::StaleEpoch) => {
+                    // The life that these objects belonged to is over.
+                    self.no_longer_outstanding(line.objects());
+                    line.settle_all(Fate::Gone);
+                }
+                (item, Code::StaleEpoch) => {
+                    item.fail(|| error(ErrorKind::Stale, "the server has restarted"));
+                }
+                (item, _) => {
+                    self.no_longer_outstanding(item.objects());
+                    item.fail(|| error(ErrorKind::Protocol, "the server refused the line"));
+                }
+            }
+            return Ok(());
+        }
+        match code {
+            Code::BadToken | Code::UnsupportedVersion => {
+                let refused = || match code {
+                    Code::BadToken => error(ErrorKind::PermissionDenied, "the token was refused")
+                        .remedy("configure the token of the capture server"),
+                    _ => error(ErrorKind::Unsupported, "the server speaks another version"),
+                };
+                *self.shared.last_error.lock() = Some(refused().to_string());
+                self.give_everything_up(refused);
+                self.link = None;
+                Ok(())
+            }
+            Code::LeaseExpired => {
+                if let Some(standing) = &mut *self.shared.standing.lock() {
+                    standing.continuity += 1;
+                }
+                Err(error(ErrorKind::PeerGone, "the server took this client for dead"))
+            }
+            _ => {
+                self.shared.protocol_errors.fetch_add(1, Ordering::Relaxed);
+                Err(error(ErrorKind::PeerGone, "the server complains"))
+            }
+        }
+    }
+
+    /// Greeting, pings, and servers that fell silent.
+    fn check_clocks(&mut self) -> Result<()> {
+        let now = Instant::now();
+        let lease = self.shared.options.lease;
+        let Some((link, mode)) = &mut self.link else { return Ok(()) };
+        match mode {
+            Mode::Greeting { until } if now >= *until => {
+                if self.queue.iter().any(Item::needs_answers) || !self.sent.is_empty() {
+                    return Err(Error::new(
+                        ErrorKind::Timeout,
+                        "control",
+                        "the server does not answer the greeting",
+                    )
+                    .with("peer", &self.shared.server)
+                    .remedy("check that the port is that of a featurestore control listener"));
+                }
+                tracing::info!(server = %self.shared.server, "an older control listener: frees go one way");
+                *mode = Mode::OneWay;
+                self.older_server = true;
+                self.greeted = None;
+                self.backoff = Backoff::new();
+                Ok(())
+            }
+            Mode::Extended(hello) => {
+                let lease = lease.min(hello.lease);
+                let patience = (lease / 2).max(Duration::from_secs(2));
+                let oldest = self.sent.values().map(|s| s.at).chain(self.ping.map(|p| p.1)).min();
+                let unanswered = oldest.is_some_and(|at| now - at > patience);
+                if unanswered && now - link.heard > patience {
+                    return Err(Error::new(
+                        ErrorKind::Timeout,
+                        "control",
+                        "the server does not answer any more",
+                    )
+                    .with("peer", &self.shared.server));
+                }
+                let last = self.shared.standing.lock().as_ref().map(|s| s.confirmed);
+                if self.ping.is_none() && last.is_some_and(|at| now - at >= lease / 3) {
+                    write_ping(link.out(), self.next_id);
+                    self.ping = Some((self.next_id, now));
+                    self.next_id += 1;
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes what waits, within the window.
+    fn write(&mut self) -> Result<()> {
+        let Some((link, mode)) = &mut self.link else { return Ok(()) };
+        let limits = self.shared.options.limits;
+        while self.sent.len() < WINDOW && link.unsent() < MAX_UNSENT {
+            let Some(item) = self.queue.front() else { break };
+            match mode {
+                Mode::Greeting { .. } => break,
+                Mode::OneWay if item.needs_answers() => {
+                    let item = self.queue.pop_front().expect("just seen");
+                    self.shared.outstanding.fetch_sub(item.objects(), Ordering::Relaxed);
+                    let server = &self.shared.server;
+                    item.fail(|| {
+                        Error::new(ErrorKind::Unsupported, "control", "the server answers nothing")
+                            .with("peer", server)
+                            .remedy("only frees without epoch can be sent to an older server")
+                    });
+                    continue;
+                }
+                // A peer that left would take the line without a word.
+                Mode::OneWay if link.has_ended() => {
+                    return Err(Error::new(ErrorKind::PeerGone, "control", "the server left"));
+                }
+                _ => {}
+            }
+            let item = self.queue.pop_front().expect("just seen");
+            let (id, now) = (self.next_id, Instant::now());
+            self.next_id += 1;
+            match item {
+                Item::Free(line) => {
+                    if let Some(epoch) = line.batch.epoch {
+                        if let Err(error) = line.write(link.out(), id, epoch, &limits) {
+                            self.shared.outstanding.fetch_sub(line.objects(), Ordering::Relaxed);
+                            line.batch.fail(line.samples.len(), || error);
+                            continue;
+                        }
+                        self.sent.insert(id, Sent { item: Item::Free(line), at: now });
+                    } else {
+                        let start = link.out().len();
+                        line.write_keys(link.out());
+                        let bytes = link.out()[start..].to_vec();
+                        self.kept.push_back((now, bytes));
+                        self.shared.outstanding.fetch_sub(line.objects(), Ordering::Relaxed);
+                        line.settle_all(Fate::Unconfirmed);
+                    }
+                }
+                Item::Ask(ask) if matches!(ask.question, Question::Connect) => {
+                    ask.answer(|| Ok(Answer::Done));
+                }
+                Item::Ask(ask) => match ask.write(link.out(), id, &limits) {
+                    Ok(()) => drop(self.sent.insert(id, Sent { item: Item::Ask(ask), at: now })),
+                    Err(error) => ask.answer(|| Err(error)),
+                },
+            }
+        }
+        let mut bytes: usize = self.kept.iter().map(|(_, line)| line.len()).sum();
+        while let Some((at, line)) = self.kept.front() {
+            if bytes <= KEEP_BYTES && at.elapsed() < KEEP_FOR {
+                break;
+            }
+            bytes -= line.len();
+            self.kept.pop_front();
+        }
+        link.flush().map_err(|e| Error::io("control", e.into()))
+    }
+
+    /// Gives the connection up: what was sent and not answered is sent again, in order.
+    fn link_failed(&mut self, error: &Error) {
+        tracing::debug!(server = %self.shared.server, %error, "control connection failed");
+        *self.shared.last_error.lock() = Some(error.to_string());
+        self.link = None;
+        self.ping = None;
+        self.greeted = None;
+        if let Some(standing) = &mut *self.shared.standing.lock() {
+            standing.connected = false;
+        }
+        for (_, Sent { item, .. }) in std::mem::take(&mut self.sent).into_iter().rev() {
+            self.queue.push_front(match item {
+                Item::Free(mut line) => {
+                    line.resent = true;
+                    Item::Free(line)
+                }
+                ask => ask,
+            });
+        }
+        let now = Instant::now();
+        self.queue.retain(|item| !matches!(item, Item::Ask(Ask { deadline, .. }) if *deadline < now));
+        if self.backoff.failed() >= self.shared.options.attempts.max(1) {
+            let server = self.shared.server.clone();
+            self.give_everything_up(|| unreachable(&server, error));
+            // Claims are not kept up by trying for ever: the next use tries again.
+            self.given_up = true;
+            self.backoff = Backoff::new();
+        }
+    }
+
+    fn give_everything_up(&mut self, error: impl Fn() -> Error) {
+        let sent = std::mem::take(&mut self.sent).into_values().map(|sent| sent.item);
+        for item in sent.chain(std::mem::take(&mut self.queue)) {
+            self.shared.outstanding.fetch_sub(item.objects(), Ordering::Relaxed);
+            item.fail(&error);
+        }
+    }
+
+    /// Sleeps until the server or the owner has something to say, or a clock runs out.
+    fn wait(&mut self) {
+        let now = Instant::now();
+        let mut until = now + Duration::from_secs(60);
+        let busy = !self.queue.is_empty() || !self.sent.is_empty();
+        match &self.link {
+            None if busy || self.holds_something() => until = self.backoff.due(),
+            None => {}
+            Some((_, Mode::Greeting { until: greeted })) => until = *greeted,
+            Some((_, Mode::Extended(hello))) => {
+                let lease = hello.lease.min(self.shared.options.lease);
+                let last = self.shared.standing.lock().as_ref().map_or(now, |s| s.confirmed);
+                // In time for the ping, and then for the look at its answer.
+                let ping = if self.ping.is_some() { now + lease / 6 } else { last + lease / 3 };
+                until = until.min(ping);
+                if busy {
+                    until = until.min(now + Duration::from_secs(1));
+                }
+            }
+            Some((_, Mode::OneWay)) => {}
+        }
+        let left = until.saturating_duration_since(now).max(Duration::from_millis(1));
+        let timeout = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        let waker = PollFd::new(&self.shared.waker, PollFlags::IN);
+        let polled = match &self.link {
+            None => poll(&mut [waker], Some(&timeout)),
+            Some((link, _)) => {
+                let mut flags = PollFlags::IN;
+                flags.set(PollFlags::OUT, link.unsent() > 0);
+                poll(&mut [waker, PollFd::new(link, flags)], Some(&timeout))
+            }
+        };
+        if let Err(error) = polled
+            && error != Errno::INTR
+        {
+            tracing::error!(%error, "a control client cannot wait any more");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.shared.waker.reset();
+    }
+
+    fn finish(&mut self) {
+        if let Some((link, Mode::Extended(_))) = &mut self.link {
+            write_bye(link.out());
+            let _ = link.flush(); // a server that is gone needs no goodbye
+        }
+        self.queue.extend(std::mem::take(&mut *self.shared.inbox.lock()));
+        self.give_everything_up(closed);
+        *self.shared.standing.lock() = None;
+    }
+}
