@@ -10,9 +10,7 @@ use std::{
 
 use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
 use control_proto::control::{Hello, Limits, Response, write_bye, write_hello};
-use transport_core::{
-    ByteSize, ClientId, Error, ErrorKind, Result, SessionName, Transport,
-};
+use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, SessionName, Transport};
 use transport_mooncake_direct::{DirectTransport, Engine};
 
 use crate::config::{Config, TransportChoice};
@@ -85,9 +83,9 @@ pub(crate) async fn open(
 ) -> Result<(Arc<dyn Transport>, Choice)> {
     let choice = {
         let (config, servers) = (config.clone(), servers.to_vec());
-        tokio::task::spawn_blocking(move || choose(&config, &servers))
-            .await
-            .map_err(|e| Error::new(ErrorKind::Unexpected, "choose", "the probe panicked").source(e))??
+        tokio::task::spawn_blocking(move || choose(&config, &servers)).await.map_err(|e| {
+            Error::new(ErrorKind::Unexpected, "choose", "the probe panicked").source(e)
+        })??
     };
     let reason = choice.candidates.iter().find(|c| c.transport == choice.chosen);
     let mut builder = DirectTransport::builder()
@@ -120,7 +118,9 @@ pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
     let mut tcp = Ok(());
     for server in servers {
         match greet(server, config) {
-            Ok(shared) if shm.is_ok() => shm = shared.and_then(|h| MappedBacking::open(&h).map(drop)),
+            Ok(shared) if shm.is_ok() => {
+                shm = shared.and_then(|h| MappedBacking::open(&h).map(drop))
+            }
             Ok(_) => {}
             Err(error) => {
                 shm = shm.and(Err(Error::new(error.kind(), "probe shm", error.to_string())));
@@ -163,8 +163,10 @@ pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
         return Err(Error::new(
             ErrorKind::Unsupported,
             "choose transport",
-            format!("strict mode takes only the best transport, and shm is not available: {}",
-                candidates[0].reason),
+            format!(
+                "strict mode takes only the best transport, and shm is not available: {}",
+                candidates[0].reason
+            ),
         )
         .remedy("name the transport, such as --transport tcp, or leave strict mode"));
     }

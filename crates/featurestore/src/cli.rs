@@ -291,8 +291,13 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     // A value that cannot be used is an error here already, not at the start of a server.
     featurestore::Config::from_settings(&settings)?;
     for (key, value, source) in settings.effective() {
-        println!("{:<14} {:<16} {:<32} {}", key.name, value.as_deref().unwrap_or("-"),
-            source.to_string(), key.help);
+        println!(
+            "{:<14} {:<16} {:<32} {}",
+            key.name,
+            value.as_deref().unwrap_or("-"),
+            source.to_string(),
+            key.help
+        );
     }
     Ok(ExitCode::SUCCESS)
 }

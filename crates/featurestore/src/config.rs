@@ -124,12 +124,13 @@ impl Settings {
             if let Some(text) = variable(&name) {
                 let entry = self.values.entry(known.name);
                 let source = Source::Environment(name);
-                entry.and_modify(|(value, from)| {
-                    if *from == Source::File {
-                        (*value, *from) = (text.clone(), source.clone());
-                    }
-                })
-                .or_insert((text, source));
+                entry
+                    .and_modify(|(value, from)| {
+                        if *from == Source::File {
+                            (*value, *from) = (text.clone(), source.clone());
+                        }
+                    })
+                    .or_insert((text, source));
             }
         }
         self
@@ -168,9 +169,7 @@ impl Settings {
         parse: impl FnOnce(&str) -> Result<T, Error>,
     ) -> Result<Option<T>> {
         let (text, source) = self.text_of(name);
-        text.map(parse)
-            .transpose()
-            .map_err(|e| e.with("setting", name).with("source", source))
+        text.map(parse).transpose().map_err(|e| e.with("setting", name).with("source", source))
     }
 
     fn need<T>(

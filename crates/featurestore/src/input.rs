@@ -151,7 +151,8 @@ impl Sample {
         for name in header.offset_keys() {
             let info = header.info(&name).expect("a name that the header lists");
             let shape: Vec<u64> = info.shape.iter().map(|&d| d as u64).collect();
-            let meta = TensorMeta::new(dtype(info.dtype).map_err(|e| e.with("tensor", &name))?, shape)?;
+            let meta =
+                TensorMeta::new(dtype(info.dtype).map_err(|e| e.with("tensor", &name))?, shape)?;
             let (from, to) = info.data_offsets;
             let fits = to.checked_sub(from).is_some_and(|n| n as u64 == meta.nbytes());
             if !fits || (to as u64).checked_add(start).is_none_or(|end| end > file_bytes) {

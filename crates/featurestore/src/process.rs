@@ -1,7 +1,7 @@
 //! What a process knows of itself.
 
 /// Largest resident set of this process so far, in bytes; 0 where the system does not say.
-pub fn peak_rss_bytes() -> u64 {
+pub(crate) fn peak_rss_bytes() -> u64 {
     std::fs::read_to_string("/proc/self/status")
         .ok()
         .and_then(|status| {

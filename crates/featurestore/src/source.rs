@@ -39,9 +39,12 @@ impl Source {
         let request = &prompt.sample;
         let tokens = prompt.input_ids.len() as u64;
         let mut tensors = Vec::new();
-        for (name, last) in request.aux.iter().map(|n| (n, false)).chain(
-            request.last_hidden.iter().map(|n| (n, true)),
-        ) {
+        for (name, last) in request
+            .aux
+            .iter()
+            .map(|n| (n, false))
+            .chain(request.last_hidden.iter().map(|n| (n, true)))
+        {
             let meta = match self {
                 Self::Synthetic { model, .. } if last => model.last_hidden_meta(tokens)?,
                 Self::Synthetic { model, .. } => model.aux_meta(tokens)?,
@@ -78,7 +81,8 @@ impl Source {
         hashed: bool,
     ) -> Result<Option<Checksum>> {
         let request = &prompt.sample;
-        let captured = usize::from(request.aux.is_some()) + usize::from(request.last_hidden.is_some());
+        let captured =
+            usize::from(request.aux.is_some()) + usize::from(request.last_hidden.is_some());
         if let Some(carried) = index.checked_sub(captured) {
             request.passthrough[carried].write_le(out);
         } else {

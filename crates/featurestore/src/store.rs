@@ -7,7 +7,10 @@ use transport_core::{
     ReleaseReport, Result, SessionName, Transport, TransportInfo,
 };
 
-use crate::{choose::{self, Choice}, config::Config};
+use crate::{
+    choose::{self, Choice},
+    config::Config,
+};
 
 /// Samples of capture servers, as a trainer sees them.
 ///

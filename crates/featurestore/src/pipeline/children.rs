@@ -57,8 +57,7 @@ impl Server {
             .max(1)
             .to_string();
         let arena = options.arena.to_string();
-        let taps =
-            options.model.taps.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let taps = options.model.taps.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
         let (hidden, seed) = (options.model.hidden.to_string(), options.seed.to_string());
         let in_flight = options.concurrency.to_string();
         let mut arguments = vec![
@@ -89,7 +88,8 @@ impl Server {
             Ok(Ok(Some(line))) => line,
             Ok(_) => {
                 let status = timeout(STOP, child.wait()).await;
-                let status = status.ok().and_then(Result::ok).map_or_else(String::new, |s| format!(": {s}"));
+                let status =
+                    status.ok().and_then(Result::ok).map_or_else(String::new, |s| format!(": {s}"));
                 return Err(lost(&name, format_args!("ended before it was ready{status}"))
                     .remedy("its own message is above"));
             }
@@ -150,18 +150,23 @@ pub(super) struct Trainer {
 
 impl Trainer {
     pub(super) async fn start(start: &Start) -> Result<Self> {
-        let mut child = command(&["trainer"])?.spawn().map_err(|e| Error::io("start trainer", e))?;
+        let mut child =
+            command(&["trainer"])?.spawn().map_err(|e| Error::io("start trainer", e))?;
         let mut stdin = child.stdin.take().expect("piped");
         let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());
         let mut line = serde_json::to_vec(start).expect("plain data");
         line.push(b'\n');
         stdin.write_all(&line).await.map_err(|e| lost("the trainer", "is gone").source(e))?;
         let ready = timeout(START, events.next()).await;
-        match ready.map_err(|_| lost("the trainer", format_args!("was not ready within {START:?}")))?? {
+        match ready
+            .map_err(|_| lost("the trainer", format_args!("was not ready within {START:?}")))??
+        {
             Some(Event::Ready { client, transport, reasons }) => {
                 Ok(Self { client: client.parse()?, transport, reasons, child, stdin, events })
             }
-            Some(Event::Failed { error }) => Err(lost("the trainer", format_args!("failed: {error}"))),
+            Some(Event::Failed { error }) => {
+                Err(lost("the trainer", format_args!("failed: {error}")))
+            }
             other => Err(lost("the trainer", format_args!("began with {other:?}"))),
         }
     }
@@ -174,7 +179,8 @@ pub(super) struct Events(Lines<BufReader<ChildStdout>>);
 impl Events {
     /// The next event; none when the trainer has closed its output.
     pub(super) async fn next(&mut self) -> Result<Option<Event>> {
-        let line = self.0.next_line().await.map_err(|e| lost("the trainer", "is gone").source(e))?;
+        let line =
+            self.0.next_line().await.map_err(|e| lost("the trainer", "is gone").source(e))?;
         line.map(|line| {
             serde_json::from_str(&line)
                 .map_err(|e| lost("the trainer", format_args!("said {line:?}")).source(e))

@@ -192,15 +192,18 @@ fn check_room(options: &Options, plan: &[Planned]) -> Result<()> {
             .remedy("give a larger --arena or a smaller --max-length"));
     }
     let sizes: Vec<u64> = plan.iter().map(|p| p.arena_bytes).collect();
-    let needed = sizes.windows(options.quantum.min(sizes.len())).map(|w| w.iter().sum::<u64>()).max();
+    let needed =
+        sizes.windows(options.quantum.min(sizes.len())).map(|w| w.iter().sum::<u64>()).max();
     let needed = needed.unwrap_or(0);
     let room = arena.saturating_mul(options.servers as u64);
     if needed > room {
-        return Err(refuse("a quantum does not fit into the arenas, so nothing would ever be freed")
-            .with("quantum", options.quantum)
-            .with("quantum_bytes", needed)
-            .with("all_arenas_bytes", room)
-            .remedy("give a larger --arena, more --servers, or a smaller --quantum"));
+        return Err(refuse(
+            "a quantum does not fit into the arenas, so nothing would ever be freed",
+        )
+        .with("quantum", options.quantum)
+        .with("quantum_bytes", needed)
+        .with("all_arenas_bytes", room)
+        .remedy("give a larger --arena, more --servers, or a smaller --quantum"));
     }
     Ok(())
 }

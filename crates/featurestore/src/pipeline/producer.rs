@@ -68,8 +68,8 @@ struct Flow<'a> {
     concurrency: usize,
     addresses: Vec<String>,
     capacity: Vec<u64>,
-    outstanding: Vec<u64>,        // bytes of each server that are not acknowledged
-    place: Vec<Option<usize>>,    // server of each sample
+    outstanding: Vec<u64>,     // bytes of each server that are not acknowledged
+    place: Vec<Option<usize>>, // server of each sample
     next: usize,
     in_flight: usize,
     captured: usize,
@@ -237,7 +237,11 @@ impl Flow<'_> {
             let roomiest = (0..self.capacity.len()).max_by_key(|&s| free(s)).expect("a server");
             if free(roomiest) < bytes {
                 let idle = self.in_flight == 0 && self.verified == self.captured;
-                return if idle && self.acked < self.verified { Err(self.cannot_fit(bytes)) } else { Ok(()) };
+                return if idle && self.acked < self.verified {
+                    Err(self.cannot_fit(bytes))
+                } else {
+                    Ok(())
+                };
             }
             self.outstanding[roomiest] += bytes;
             self.place[self.next] = Some(roomiest);
@@ -368,13 +372,16 @@ impl RequestOptions {
                 _ => ErrorKind::InvalidInput,
             };
             let text = String::from_utf8_lossy(&body[..body.len().min(500)]).into_owned();
-            return Err(Error::new(kind, "capture", text).with("server", address).with("status", status));
+            return Err(Error::new(kind, "capture", text)
+                .with("server", address)
+                .with("status", status));
         }
         let row = parse_response(&body, std::slice::from_ref(&key), &Limits::default())?
             .pop()
             .expect("one a sample");
         if let CaptureOutcome::Failed { error, retryable, .. } = &row.outcome {
-            let kind = if *retryable { ErrorKind::CapacityExceeded } else { ErrorKind::InvalidInput };
+            let kind =
+                if *retryable { ErrorKind::CapacityExceeded } else { ErrorKind::InvalidInput };
             return Err(Error::new(kind, "capture", error.clone()).with("server", address));
         }
         if let CaptureOutcome::Captured(descriptor) = &row.outcome {

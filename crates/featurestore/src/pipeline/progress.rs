@@ -103,8 +103,9 @@ impl Progress {
 }
 
 fn bars(total: usize) -> Kind {
-    let style = ProgressStyle::with_template("{prefix:>13} {wide_bar} {pos:>4}/{len} {per_sec:>10}")
-        .expect("a valid template");
+    let style =
+        ProgressStyle::with_template("{prefix:>13} {wide_bar} {pos:>4}/{len} {per_sec:>10}")
+            .expect("a valid template");
     let all = MultiProgress::new();
     let bar = |name: &'static str| {
         let bar = all.add(ProgressBar::new(total as u64).with_style(style.clone()));

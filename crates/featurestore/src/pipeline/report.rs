@@ -161,7 +161,10 @@ impl Report {
                     s.arena_free_bytes, s.arena_largest_free, s.arena_bytes
                 ),
             );
-            check(s.reserved_bytes == 0, format!("server {i} has {} bytes reserved", s.reserved_bytes));
+            check(
+                s.reserved_bytes == 0,
+                format!("server {i} has {} bytes reserved", s.reserved_bytes),
+            );
         }
         wrong
     }

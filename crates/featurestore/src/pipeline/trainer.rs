@@ -42,8 +42,7 @@ async fn train() -> Result<Totals> {
     let ended = || Error::new(ErrorKind::Closed, "train", "the input ended before it began");
     let start = start.await.map_err(|_| ended())??;
     let peers = start.peers.iter().map(|p| p.parse()).collect::<Result<Vec<SessionName>>>()?;
-    let mut config =
-        Config::default().transport(start.transport.parse()?).strict(start.strict);
+    let mut config = Config::default().transport(start.transport.parse()?).strict(start.strict);
     if let Some(pool) = ByteSize::new(start.pool_bytes).filter(|p| p.get() > 0) {
         config = config.pool(pool);
     }
@@ -201,7 +200,8 @@ impl Verifier {
             if self.verify {
                 let compared = tokio::task::spawn_blocking(move || compare(&job, &fetched));
                 let (bytes, differing) = compared.await.map_err(|e| {
-                    Error::new(ErrorKind::Unexpected, "compare", "the comparison panicked").source(e)
+                    Error::new(ErrorKind::Unexpected, "compare", "the comparison panicked")
+                        .source(e)
                 })??;
                 self.totals.verified_bytes += bytes;
                 self.totals.mismatches += differing.len() as u64;
@@ -243,15 +243,20 @@ fn compare(job: &Job, fetched: &Fetched) -> Result<(u64, Vec<String>)> {
         let found = tensor.data.as_bytes().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "compare", "a tensor is not in host memory")
         })?;
-        let sum = |sums: &Option<BTreeMap<String, String>>| sums.as_ref()?.get(name.as_str()).cloned();
+        let sum =
+            |sums: &Option<BTreeMap<String, String>>| sums.as_ref()?.get(name.as_str()).cloned();
         let key = || fetched.descriptor.sample.object(name).to_string();
         let (xxh3, sha256) = (sum(&job.checksums), sum(&job.sha256));
         if xxh3.is_none() && sha256.is_none() {
-            return Err(Error::new(ErrorKind::NotFound, "compare", "a tensor came without checksum")
-                .with("key", key())
-                .remedy("the server must answer x-featurestore-checksums; or give --no-verify"));
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                "compare",
+                "a tensor came without checksum",
+            )
+            .with("key", key())
+            .remedy("the server must answer x-featurestore-checksums; or give --no-verify"));
         }
-        let same = xxh3.is_none_or(|sum| sum.parse() == Ok::<_, Error>(Checksum(xxh3_64(found))))
+        let same = xxh3.is_none_or(|sum| sum == Checksum(xxh3_64(found)).to_string())
             && sha256.is_none_or(|sum| sum == sha256_hex(found));
         bytes += found.len() as u64;
         if !same {

@@ -149,10 +149,8 @@ async fn publish(
         reservation.set_aux_layer_ids(sample, state.source.aux_layer_ids());
     }
     let described = reservation.publish().await?;
-    let row = |(descriptor, checksums)| Row {
-        outcome: CaptureOutcome::Captured(descriptor),
-        checksums,
-    };
+    let row =
+        |(descriptor, checksums)| Row { outcome: CaptureOutcome::Captured(descriptor), checksums };
     Ok(described.into_iter().zip(sums).map(row).collect())
 }
 
@@ -205,8 +203,7 @@ pub(super) fn refusal(error: &Error) -> Response {
         _ => StatusCode::INTERNAL_SERVER_ERROR,
     };
     let body = serde_json::json!({ "error": error.to_string() }).to_string();
-    let mut response =
-        (status, [(header::CONTENT_TYPE, "application/json")], body).into_response();
+    let mut response = (status, [(header::CONTENT_TYPE, "application/json")], body).into_response();
     if status == StatusCode::SERVICE_UNAVAILABLE {
         response.headers_mut().insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
     }

@@ -23,7 +23,11 @@ pub(super) fn render(report: &HealthReport, counts: &Counts) -> String {
         ("requests", "Capture requests received.", load(&counts.requests)),
         ("captured_samples", "Samples captured.", load(&counts.captured)),
         ("failed_samples", "Samples that were not captured.", load(&counts.failed)),
-        ("put_off_samples", "Samples put off because too many were in flight.", load(&counts.put_off)),
+        (
+            "put_off_samples",
+            "Samples put off because too many were in flight.",
+            load(&counts.put_off),
+        ),
         ("published_samples", "Samples ever published.", h.published_samples),
         ("released_samples", "Samples whose memory ever came back.", h.released_samples),
         ("duplicate_frees", "Frees of objects that were gone.", h.duplicate_frees),
