@@ -39,7 +39,8 @@ pub use objects::{FreeOutcome, HoldOutcome, ObjectList};
 pub struct CaptureArena {
     space: FitSubAllocator,
     changes: u64, // tells whether another attempt to place a batch can succeed
-    keys: HashMap<Arc<str>, Lives>,
+    keys: HashMap<Arc<str>, u32>, // index in `lives`
+    lives: Slab<Lives>,
     draining: HashMap<Arc<str>, Vec<u32>>, // lives that are only there for their holders
     objects: Slab<Object>,
     samples: Slab<Sample>,
@@ -71,6 +72,7 @@ struct Object {
     seq: Sequence,             // 0 while filling
     holders: Holders,
     sample: u32,
+    lives: u32, // index of its key's lives, valid while it is one of them
     state: State,
 }
 
@@ -121,6 +123,7 @@ impl CaptureArena {
             space,
             changes: 0,
             keys: HashMap::new(),
+            lives: Slab::new(),
             draining: HashMap::new(),
             objects: Slab::new(),
             samples: Slab::new(),
@@ -147,7 +150,7 @@ impl CaptureArena {
 
     /// The life that is published under `key`.
     pub fn current(&self, key: &str) -> Option<Sequence> {
-        let id = self.keys.get(key)?.current?;
+        let id = self.lives(key)?.current?;
         Some(self.objects[id.index() as usize].seq)
     }
 
@@ -202,18 +205,36 @@ impl CaptureArena {
         object.state = State::Held;
         let key = object.key.clone();
         let held = object.holders.any_active();
-        if let Some(lives) = self.keys.get_mut(&key) {
-            if lives.current == Some(Id::new(id)) {
-                lives.current = None;
-            }
-            if lives.filling.is_none() && lives.current.is_none() {
-                self.keys.remove(&key);
-            }
-        }
+        let lives = object.lives;
+        self.end_life(lives, &key, |lives| &mut lives.current, id);
         if held {
             self.draining.entry(key).or_default().push(id);
         } else {
             self.withdraw(id);
+        }
+    }
+
+    fn lives(&self, key: &str) -> Option<&Lives> {
+        Some(&self.lives[*self.keys.get(key)? as usize])
+    }
+
+    /// Takes `id` out of its key's lives, if it is still there; the entry goes with the last one.
+    fn end_life(
+        &mut self,
+        index: u32,
+        key: &str,
+        place: impl Fn(&mut Lives) -> &mut Option<Id>,
+        id: u32,
+    ) {
+        // Once others have taken its place, the entry may be another key's.
+        let Some(lives) = self.lives.get_mut(index as usize) else { return };
+        if *place(lives) != Some(Id::new(id)) {
+            return;
+        }
+        *place(lives) = None;
+        if lives.filling.is_none() && lives.current.is_none() {
+            self.lives.remove(index as usize);
+            self.keys.remove(key);
         }
     }
 

@@ -1,8 +1,10 @@
 //! The direct transport: samples are read out of the memory of the process that captured them.
 #![deny(unsafe_code)] // but for the engines that say otherwise
 
+mod claims;
 mod control;
 mod net;
+mod shm;
 mod sink;
 mod tcp;
 mod transport;

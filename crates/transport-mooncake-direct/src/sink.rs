@@ -9,7 +9,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use capture_arena::{Arena, PublishedSample, Reservation, ReserveOptions, ReservedSample, SamplePlan};
+use capture_arena::{
+    Arena, PublishedSample, Reservation, ReserveOptions, ReservedSample, SamplePlan,
+};
 use control_proto::{Secret, control::Limits};
 use indexmap::IndexMap;
 use tokio::sync::{oneshot, watch};
@@ -219,8 +221,7 @@ impl CaptureSink {
         check_sources(&batch)?;
         let deadline = Instant::now().checked_add(options.deadline);
         let plans = batch.iter().map(plan_of).collect();
-        let reserve =
-            ReserveOptions::default().replace(options.replace).deadline(options.deadline);
+        let reserve = ReserveOptions::default().replace(options.replace).deadline(options.deadline);
         let reservation = self.reserve(plans, reserve).await?;
         let (done, filled) = oneshot::channel();
         self.0.copies.run(move || {
@@ -268,6 +269,11 @@ impl CaptureSink {
     /// [`Self::close`] for threads that may block.
     pub fn close_blocking(&self) {
         self.0.close();
+    }
+
+    /// Ends publications that wait, and refuses new ones.
+    pub(crate) fn stop_publishing(&self) {
+        self.0.closed.send_replace(true);
     }
 
     fn complete(&self, mut health: Health) -> Health {
@@ -459,9 +465,7 @@ fn fill(
     batch: &[Publication],
     deadline: Option<Instant>,
 ) -> Result<SinkReservation> {
-    let left = || {
-        deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))
-    };
+    let left = || deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
     for (i, publication) in batch.iter().enumerate() {
         if let Ready::After(event) = &publication.ready {
             event.wait(left()).map_err(|e| e.with("sample", &publication.sample))?;

@@ -171,7 +171,13 @@ mod tests {
     fn close_does_not_wait_for_ever() {
         let workers = Workers::new("test-workers", 1);
         let (end, wait) = crossbeam_channel::bounded::<()>(0);
-        workers.run(move || drop(wait.recv())).unwrap();
+        let (started, running) = crossbeam_channel::bounded(1);
+        let job = move || {
+            started.send(()).unwrap();
+            assert!(wait.recv().is_err());
+        };
+        workers.run(job).unwrap();
+        running.recv_timeout(Duration::from_secs(10)).unwrap();
         assert!(!workers.close(Duration::from_millis(50)));
         drop(end);
         assert!(workers.close(Duration::from_secs(5)));

@@ -66,7 +66,7 @@ impl CaptureArena {
         let client = self.clients.known(client, now);
         let mut outcome = HoldOutcome::default();
         for (i, (key, seq)) in objects.iter().enumerate() {
-            match self.keys.get(key).and_then(|lives| lives.current) {
+            match self.lives(key).and_then(|lives| lives.current) {
                 None => outcome.gone.push(i as u32),
                 Some(id) if seq.is_some_and(|s| s != self.object(id).seq) => {
                     outcome.stale.push(i as u32);
@@ -85,7 +85,7 @@ impl CaptureArena {
             let meant = |id: u32, books: &Self| {
                 seq.is_none_or(|s| s == books.objects[id as usize].seq)
             };
-            let current = self.keys.get(key).and_then(|lives| lives.current).map(Id::index);
+            let current = self.lives(key).and_then(|lives| lives.current).map(Id::index);
             if let Some(id) = current.filter(|&id| meant(id, self))
                 && self.objects[id as usize].holders.forget(client)
             {
@@ -114,7 +114,7 @@ impl CaptureArena {
 
     fn free_one(&mut self, who: Option<&ClientId>, key: &str, seq: Option<Sequence>) -> Freed {
         let client = who.and_then(|who| self.clients.index(who));
-        let lives = self.keys.get(key).copied().unwrap_or_default();
+        let lives = self.lives(key).copied().unwrap_or_default();
         let current = lives.current.map(Id::index);
         let is_current =
             current.filter(|&id| seq.is_none_or(|s| s == self.objects[id as usize].seq));

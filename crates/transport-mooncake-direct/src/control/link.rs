@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use control_proto::control::{Budget, LineDecoder, Limits};
+use control_proto::control::{Budget, Limits, LineDecoder};
 use rustix::{
     io::Errno,
     net::{RecvFlags, SendFlags},

@@ -12,8 +12,8 @@ mod server;
 mod ticket;
 mod worker;
 
-pub use client::{ControlClient, ControlOptions, ControlStats, Standing};
 pub(crate) use client::Claimed;
+pub use client::{ControlClient, ControlOptions, ControlStats, Standing};
 pub(crate) use pending::ClaimObject;
 pub use server::{AnonymousFrees, ControlServer, ControlServerConfig, ControlServerStats};
 

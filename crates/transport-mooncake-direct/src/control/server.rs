@@ -340,10 +340,8 @@ impl Poller {
             events.clear();
             let wait = next_sweep.saturating_duration_since(Instant::now());
             // Without connections there is nothing to look after.
-            let timeout = (!self.peers.is_empty()).then_some(Timespec {
-                tv_sec: 0,
-                tv_nsec: wait.as_nanos() as i64,
-            });
+            let timeout = (!self.peers.is_empty())
+                .then_some(Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as i64 });
             match epoll::wait(
                 &self.epoll,
                 rustix::buffer::spare_capacity(&mut events),
@@ -636,12 +634,8 @@ impl Poller {
         }
         self.arena.client_seen(&hello.client, lease);
         peer.client = Some(Client { id: hello.client, lease, seen: now, told: now });
-        let hello = ServerHello::new(
-            self.arena.epoch(),
-            self.session.clone(),
-            lease,
-            self.hello.clone(),
-        );
+        let hello =
+            ServerHello::new(self.arena.epoch(), self.session.clone(), lease, self.hello.clone());
         self.answer(peer, &Response::Hello(hello));
     }
 
@@ -669,13 +663,7 @@ impl Poller {
         }
     }
 
-    fn refuse(
-        &self,
-        peer: &mut Peer,
-        id: Option<u64>,
-        code: Code,
-        message: impl Into<String>,
-    ) {
+    fn refuse(&self, peer: &mut Peer, id: Option<u64>, code: Code, message: impl Into<String>) {
         Counters::add(&self.shared.counters.refused_lines, 1);
         tracing::debug!(address = %peer.address, %code, "line refused");
         peer.complain(id, code, message.into(), self.config.limits.connection_bytes);

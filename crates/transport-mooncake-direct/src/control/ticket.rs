@@ -108,7 +108,9 @@ impl State {
             .with("already_gone", report.already_gone)
             .with("stale", report.stale)
             .with("unconfirmed", report.unconfirmed)
-            .remedy("release the same samples again once the server can be reached: it is idempotent"))
+            .remedy(
+                "release the same samples again once the server can be reached: it is idempotent",
+            ))
     }
 }
 

@@ -35,7 +35,9 @@ const KEEP_BYTES: usize = 2 << 20;
 #[derive(Debug)]
 enum Mode {
     /// The greeting is not answered yet.
-    Greeting { until: Instant },
+    Greeting {
+        until: Instant,
+    },
     Extended(Arc<ServerHello>),
     /// An older server, which answers nothing.
     OneWay,
@@ -118,8 +120,7 @@ impl Worker {
         let mode = if self.older_server {
             Mode::OneWay
         } else {
-            let hello =
-                Hello::new(options.client.clone(), options.lease, options.token.clone());
+            let hello = Hello::new(options.client.clone(), options.lease, options.token.clone());
             write_hello(link.out(), &hello);
             self.greeted = Some(now);
             Mode::Greeting { until: now + options.hello_timeout }
@@ -419,7 +420,8 @@ impl Worker {
             });
         }
         let now = Instant::now();
-        self.queue.retain(|item| !matches!(item, Item::Ask(Ask { deadline, .. }) if *deadline < now));
+        self.queue
+            .retain(|item| !matches!(item, Item::Ask(Ask { deadline, .. }) if *deadline < now));
         if self.backoff.failed() >= self.shared.options.attempts.max(1) {
             let server = self.shared.server.clone();
             self.give_everything_up(|| unreachable(&server, error));
@@ -459,10 +461,8 @@ impl Worker {
             Some((_, Mode::OneWay)) => {}
         }
         let left = until.saturating_duration_since(now).max(Duration::from_millis(1));
-        let timeout = Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: i64::from(left.subsec_nanos()),
-        };
+        let timeout =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         let waker = PollFd::new(&self.shared.waker, PollFlags::IN);
         let polled = match &self.link {
             None => poll(&mut [waker], Some(&timeout)),

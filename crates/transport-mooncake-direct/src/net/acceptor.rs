@@ -124,10 +124,8 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>, handler: &Arc<impl H
         for thread in std::mem::take(&mut *shared.finished.lock()) {
             let _ = thread.join();
         }
-        let mut fds = [
-            PollFd::new(listener, PollFlags::IN),
-            PollFd::new(&shared.waker, PollFlags::IN),
-        ];
+        let mut fds =
+            [PollFd::new(listener, PollFlags::IN), PollFd::new(&shared.waker, PollFlags::IN)];
         // Now and then even without a connection, to join threads that have finished.
         let timeout = Timespec { tv_sec: 1, tv_nsec: 0 };
         match poll(&mut fds, Some(&timeout)) {

@@ -35,9 +35,7 @@ pub(crate) fn connect(
                 last = Some(std::io::ErrorKind::ConnectionRefused.into());
             }
             Ok(stream) => {
-                stream
-                    .set_nodelay(true)
-                    .map_err(|e| Error::io(operation, e).with("peer", peer))?;
+                stream.set_nodelay(true).map_err(|e| Error::io(operation, e).with("peer", peer))?;
                 return Ok(stream);
             }
             Err(e) => last = Some(e),
@@ -107,7 +105,8 @@ mod tests {
 
     #[test]
     fn names_and_both_families_are_reached() {
-        for (bind, host) in [("127.0.0.1:0", "127.0.0.1"), ("[::1]:0", "::1"), ("127.0.0.1:0", "localhost")]
+        for (bind, host) in
+            [("127.0.0.1:0", "127.0.0.1"), ("[::1]:0", "::1"), ("127.0.0.1:0", "localhost")]
         {
             let listener = TcpListener::bind(bind).unwrap();
             let peer = SessionName::new(host, listener.local_addr().unwrap().port()).unwrap();

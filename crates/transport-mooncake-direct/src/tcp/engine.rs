@@ -165,8 +165,7 @@ impl From<Error> for ReadError {
 impl TcpEngine {
     /// An engine without connections.
     pub fn new(options: TcpOptions) -> Self {
-        let own =
-            SegmentDescriptor { protocol: "tcp".into(), ..SegmentDescriptor::default() };
+        let own = SegmentDescriptor { protocol: "tcp".into(), ..SegmentDescriptor::default() };
         Self(Arc::new(Inner {
             options,
             own,
@@ -276,7 +275,10 @@ impl TcpEngine {
                 }
                 Ok(_) => return Err(error(&failure)),
                 Err(e) if e.kind() == ErrorKind::PeerGone || e.kind() == ErrorKind::Stale => {
-                    return Err(ReadError { op: Some(failure.op), error: e.source(error(&failure).error) });
+                    return Err(ReadError {
+                        op: Some(failure.op),
+                        error: e.source(error(&failure).error),
+                    });
                 }
                 Err(_) => return Err(error(&failure)),
             }
@@ -389,9 +391,7 @@ impl Inner {
             return lane.run(0, || requests.next());
         }
         let queue = Queue::new(requests);
-        lanes::run(lanes - 1, |i| {
-            lane.run(i, || queue.next()).inspect_err(|_| queue.fail())
-        })
+        lanes::run(lanes - 1, |i| lane.run(i, || queue.next()).inspect_err(|_| queue.fail()))
     }
 }
 

@@ -230,7 +230,9 @@ impl Failure {
             Cause::Rejected(_) => {
                 (ErrorKind::OutOfRange, "the peer publishes nothing at this address")
             }
-            Cause::Short { .. } => (ErrorKind::ShortRead, "the peer sent fewer bytes than asked for"),
+            Cause::Short { .. } => {
+                (ErrorKind::ShortRead, "the peer sent fewer bytes than asked for")
+            }
             Cause::Protocol(_) => (ErrorKind::Protocol, "the peer's answer makes no sense"),
             Cause::System(Errno::TIMEDOUT) => (ErrorKind::Timeout, "the deadline passed"),
             Cause::System(Errno::CANCELED) => (ErrorKind::Closed, "the read was given up"),

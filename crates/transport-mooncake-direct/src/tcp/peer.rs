@@ -134,8 +134,12 @@ impl Peer {
         let answers = fetch_metadata(&self.session, own, connect_by)?;
         if !instance.is_same_life(&answers) {
             instance.doubtful.store(true, Ordering::Relaxed);
-            return Err(Error::new(ErrorKind::PeerGone, "connect", "another process has taken over")
-                .with("session", &self.session));
+            return Err(Error::new(
+                ErrorKind::PeerGone,
+                "connect",
+                "another process has taken over",
+            )
+            .with("session", &self.session));
         }
         lent.conn = Some(conn);
         Ok(lent)

@@ -77,12 +77,7 @@ pub(super) fn plan<'a>(
         while !dst.is_empty() {
             let cut = max.min(dst.len());
             let (head, rest) = dst.split_at_mut(cut);
-            requests.push(Request {
-                address,
-                len: head.len() as u64,
-                op,
-                parts: Parts::One(head),
-            });
+            requests.push(Request { address, len: head.len() as u64, op, parts: Parts::One(head) });
             address = RemoteAddr(address.0.wrapping_add(cut as u64)); // unused after the last
             dst = rest;
         }

@@ -260,10 +260,8 @@ impl Session<'_> {
     /// Takes the body of a write. A refused one is read and dropped, so that the peer sees the
     /// status; where there is none, the connection ends.
     fn take_write(&mut self, header: Header) -> Result<Next> {
-        let window = self
-            .served
-            .window
-            .filter(|window| window.range(header.address, header.size).is_some());
+        let window =
+            self.served.window.filter(|window| window.range(header.address, header.size).is_some());
         if window.is_none() {
             Counters::add(&self.served.counters.rejected, 1);
             tracing::debug!(

@@ -1,16 +1,20 @@
 //! Putting a transport together.
 
-use std::time::Duration;
-
-use async_trait::async_trait;
-use capture_arena::RegionPool;
-use control_proto::Secret;
-use transport_core::{
-    Capabilities, ClientId, Descriptor, Error, ErrorKind, FetchOptions, FetchRequest, Fetched,
-    Health, Publication, PublishOptions, Release, ReleaseReport, Result, Transport, TransportInfo,
+use std::{
+    sync::atomic::{AtomicBool, AtomicU64},
+    time::Duration,
 };
 
-use crate::{CaptureSink, TcpOptions};
+use capture_arena::RegionPool;
+use control_proto::{Secret, control::MAX_LEASE};
+use parking_lot::Mutex;
+use transport_core::{Capabilities, ClientId, Error, ErrorKind, Result, TransportInfo};
+
+use super::{DirectTransport, EngineState, Inner, publishers::Publishers, transfer::Transfers};
+use crate::{CaptureSink, ControlOptions, TcpEngine, TcpOptions, workers::Workers};
+
+/// Fetches that run at a time; others wait in line.
+const MAX_FETCHES: usize = 32;
 
 /// How bytes are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,6 +24,16 @@ pub enum Engine {
     Shm,
     /// From any Mooncake or featurestore process, over Mooncake's tcp wire.
     Tcp,
+}
+
+impl Engine {
+    /// Registry name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+        }
+    }
 }
 
 /// Settings of a [`DirectTransport`].
@@ -32,6 +46,8 @@ pub struct DirectTransportBuilder {
     lease: Option<Duration>,
     token: Option<Secret>,
     tcp: TcpOptions,
+    control_attempts: Option<u32>,
+    connect_timeout: Option<Duration>,
     reason: Option<String>,
     transfer_delay: Duration,
 }
@@ -87,6 +103,21 @@ impl DirectTransportBuilder {
         self
     }
 
+    /// How often connecting to a control listener is tried before frees are given up. Default: 5.
+    #[must_use]
+    pub fn control_attempts(mut self, attempts: u32) -> Self {
+        self.control_attempts = Some(attempts);
+        self
+    }
+
+    /// How long one attempt to connect may take. Default: 3 seconds to a control listener, 5 to a
+    /// data port.
+    #[must_use]
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = Some(timeout);
+        self
+    }
+
     /// Why this transport was chosen, for people.
     #[must_use]
     pub fn reason(mut self, reason: impl Into<String>) -> Self {
@@ -103,101 +134,65 @@ impl DirectTransportBuilder {
     }
 
     /// Puts the transport together. Nothing is connected yet.
+    ///
+    /// Refuses one that could neither publish nor fetch, and a lease that no server grants.
     pub fn build(self) -> Result<DirectTransport> {
-        Err(Error::new(ErrorKind::Unsupported, "build transport", "being written"))
-    }
-}
-
-/// Reads samples out of the memory of the processes that captured them, and publishes its own.
-#[derive(Debug)]
-pub struct DirectTransport {
-    info: TransportInfo,
-    client: ClientId,
-    sink: Option<CaptureSink>,
-}
-
-/// Frees that were handed over and are not answered yet.
-#[derive(Debug)]
-pub struct PendingRelease(());
-
-impl PendingRelease {
-    /// Waits for the answers, at most `timeout`.
-    pub fn wait(self, _timeout: Duration) -> Result<ReleaseReport> {
-        Err(Error::new(ErrorKind::Unsupported, "release", "being written"))
-    }
-}
-
-impl DirectTransport {
-    /// Settings, to begin with.
-    pub fn builder() -> DirectTransportBuilder {
-        DirectTransportBuilder::default()
-    }
-
-    /// Who this consumer is: the holder that publishers may name for it.
-    pub fn client_id(&self) -> &ClientId {
-        &self.client
-    }
-
-    /// What it publishes through.
-    pub fn sink(&self) -> Option<&CaptureSink> {
-        self.sink.as_ref()
-    }
-
-    /// [`Transport::fetch`] on this thread.
-    pub fn fetch_blocking(
-        &self,
-        _requests: Vec<FetchRequest>,
-        _options: &FetchOptions,
-    ) -> Result<Vec<Fetched>> {
-        Err(Error::new(ErrorKind::Unsupported, "fetch", "being written"))
-    }
-
-    /// Hands frees to the control connections' threads and returns at once.
-    pub fn release_later(&self, _releases: Vec<Release>) -> Result<PendingRelease> {
-        Err(Error::new(ErrorKind::Unsupported, "release", "being written"))
-    }
-
-    /// [`Transport::release`] on this thread.
-    pub fn release_blocking(&self, _releases: Vec<Release>) -> Result<ReleaseReport> {
-        Err(Error::new(ErrorKind::Unsupported, "release", "being written"))
-    }
-
-    /// [`Transport::close`] on this thread.
-    pub fn close_blocking(&self) {}
-}
-
-#[async_trait]
-impl Transport for DirectTransport {
-    fn info(&self) -> &TransportInfo {
-        &self.info
-    }
-
-    async fn publish(
-        &self,
-        _batch: Vec<Publication>,
-        _options: PublishOptions,
-    ) -> Result<Vec<Descriptor>> {
-        let _ = Capabilities::default();
-        Err(Error::new(ErrorKind::Unsupported, "publish", "being written"))
-    }
-
-    async fn fetch(
-        &self,
-        _requests: Vec<FetchRequest>,
-        _options: FetchOptions,
-    ) -> Result<Vec<Fetched>> {
-        Err(Error::new(ErrorKind::Unsupported, "fetch", "being written"))
-    }
-
-    async fn release(&self, _releases: Vec<Release>) -> Result<ReleaseReport> {
-        Err(Error::new(ErrorKind::Unsupported, "release", "being written"))
-    }
-
-    async fn health(&self) -> Result<Health> {
-        Err(Error::new(ErrorKind::Unsupported, "health", "being written"))
-    }
-
-    async fn close(&self) -> Result<()> {
-        Ok(())
+        let invalid = |why| Error::new(ErrorKind::ConfigInvalid, "build transport", why);
+        if self.engine.is_none() && self.sink.is_none() {
+            return Err(invalid("neither an engine nor a sink")
+                .remedy("choose an engine to read with, a sink to publish through, or both"));
+        }
+        let mut control = ControlOptions::new(self.client.unwrap_or_else(ClientId::random));
+        control.token = self.token;
+        if let Some(lease) = self.lease {
+            if lease < Duration::from_millis(100) || lease > MAX_LEASE {
+                return Err(invalid("the lease is out of range")
+                    .with("found", format_args!("{lease:?}"))
+                    .remedy("choose a lease of 100 ms to one day; 30 s is usual"));
+            }
+            control.lease = lease;
+        }
+        control.attempts = self.control_attempts.unwrap_or(control.attempts);
+        let mut tcp = self.tcp;
+        if let Some(timeout) = self.connect_timeout {
+            (control.connect_timeout, tcp.connect_timeout) = (timeout, timeout);
+        }
+        let capabilities = {
+            let mut can = Capabilities::default();
+            can.publish = self.sink.is_some();
+            can.fetch = self.engine.is_some();
+            can.views = self.engine == Some(Engine::Shm);
+            can.cross_host = self.engine != Some(Engine::Shm);
+            can.staleness_checked = true;
+            can.leases = true;
+            can
+        };
+        let scheme = self.engine.map_or("direct", Engine::name);
+        let version = env!("CARGO_PKG_VERSION");
+        let engine = match self.engine {
+            Some(Engine::Shm) => format!("featurestore shm {version}"),
+            Some(Engine::Tcp) => format!("featurestore tcp {version}, Mooncake wire 1 and 2"),
+            None => format!("featurestore sink {version}"),
+        };
+        let mut info = TransportInfo::new(scheme, engine, capabilities);
+        if let Some(reason) = self.reason {
+            info = info.because(reason);
+        }
+        let inner = Inner {
+            engine: self.engine.map(|engine| match engine {
+                Engine::Shm => EngineState::Shm,
+                Engine::Tcp => EngineState::Tcp(TcpEngine::new(tcp)),
+            }),
+            pool: self.pool,
+            client: control.client.clone(),
+            publishers: Publishers::new(control),
+            transfers: Transfers::default(),
+            transfer_delay: self.transfer_delay,
+            host_bytes: AtomicU64::new(0),
+            last_error: Mutex::default(),
+            closed: AtomicBool::new(false),
+        };
+        let jobs = Workers::new("fs-fetch", MAX_FETCHES);
+        Ok(DirectTransport { info, inner: inner.into(), sink: self.sink, jobs })
     }
 }

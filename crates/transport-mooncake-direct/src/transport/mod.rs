@@ -1,5 +1,317 @@
 //! The transport: one engine, one identity, and what is known about every publisher.
 
 mod builder;
+mod fetch;
+mod publishers;
+mod release;
+mod request;
+mod transfer;
 
-pub use builder::{DirectTransport, DirectTransportBuilder, Engine, PendingRelease};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use async_trait::async_trait;
+use capture_arena::RegionPool;
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use transport_core::{
+    ClientId, Descriptor, Error, ErrorKind, FetchOptions, FetchRequest, Fetched, Health,
+    Publication, PublishOptions, Release, ReleaseReport, Result, SessionName, Transport,
+    TransportInfo,
+};
+
+pub use builder::{DirectTransportBuilder, Engine};
+use publishers::Publishers;
+pub use release::PendingRelease;
+use transfer::Transfers;
+
+use crate::{CaptureSink, Standing, TcpEngine, net::timed_out, workers::Workers};
+
+/// How long `close` waits for transfers that run.
+const CLOSE_BOUND: Duration = Duration::from_secs(10);
+/// How long `close` waits for frees to be answered, for each publisher.
+const FLUSH_BOUND: Duration = Duration::from_secs(5);
+/// How long a release waits for answers.
+const RELEASE_BOUND: Duration = Duration::from_secs(30);
+/// How much later than its deadline a fetch may fail by itself before its caller stops waiting.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// Reads samples out of the memory of the processes that captured them, and publishes its own.
+///
+/// - [`Engine::Shm`] maps the publisher's memory: views without a copy, or one copy;
+/// - [`Engine::Tcp`] speaks Mooncake's tcp wire.
+///
+/// A fetched sample is held until it is released, or until this client has been silent for its
+/// lease. Every call also exists as one that blocks its thread, without a hop to another one.
+#[derive(Debug)]
+pub struct DirectTransport {
+    info: TransportInfo,
+    inner: Arc<Inner>,
+    sink: Option<CaptureSink>,
+    jobs: Workers,
+}
+
+/// What the jobs of a transport share.
+#[derive(Debug)]
+struct Inner {
+    engine: Option<EngineState>,
+    pool: Option<RegionPool>,
+    client: ClientId,
+    publishers: Publishers,
+    transfers: Transfers,
+    transfer_delay: Duration,
+    host_bytes: AtomicU64,
+    last_error: Mutex<Option<String>>,
+    closed: AtomicBool,
+}
+
+#[derive(Debug)]
+enum EngineState {
+    Shm,
+    Tcp(TcpEngine),
+}
+
+impl DirectTransport {
+    /// Settings, to begin with.
+    pub fn builder() -> DirectTransportBuilder {
+        DirectTransportBuilder::default()
+    }
+
+    /// Who this consumer is: the holder that publishers may name for it.
+    pub fn client_id(&self) -> &ClientId {
+        &self.inner.client
+    }
+
+    /// What it publishes through.
+    pub fn sink(&self) -> Option<&CaptureSink> {
+        self.sink.as_ref()
+    }
+
+    /// The tcp engine, if that is the one.
+    pub fn tcp(&self) -> Option<&TcpEngine> {
+        match &self.inner.engine {
+            Some(EngineState::Tcp(engine)) => Some(engine),
+            _ => None,
+        }
+    }
+
+    /// Connects to the control listener of a capture server, so that what the server publishes for
+    /// this client is kept for it from then on.
+    ///
+    /// A server that is asked to hold samples for a client that has not announced itself keeps them
+    /// for its default lease only.
+    pub fn announce(&self, control: &SessionName, deadline: Instant) -> Result<Standing> {
+        self.check_open("announce")?;
+        self.inner.publishers.get(control)?.client().connect(deadline)
+    }
+
+    /// What a capture server measures of itself.
+    pub fn publisher_health(&self, control: &SessionName, deadline: Instant) -> Result<Health> {
+        self.check_open("health")?;
+        self.inner.publishers.get(control)?.client().health(deadline)
+    }
+
+    /// [`Transport::fetch`] on this thread.
+    pub fn fetch_blocking(
+        &self,
+        requests: Vec<FetchRequest>,
+        options: &FetchOptions,
+    ) -> Result<Vec<Fetched>> {
+        self.check_can_fetch("fetch")?;
+        let deadline = deadline_of(options.deadline);
+        let transfer = self.inner.transfers.begin(0);
+        self.inner.fetch(requests, deadline, &transfer, || true)
+    }
+
+    /// Hands frees over to the threads of the control connections and returns at once.
+    pub fn release_later(&self, releases: Vec<Release>) -> Result<PendingRelease> {
+        self.check_can_fetch("release")?;
+        self.inner.release(releases)
+    }
+
+    /// [`Transport::release`] on this thread.
+    pub fn release_blocking(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+        self.release_later(releases)?.wait(Instant::now() + RELEASE_BOUND)
+    }
+
+    /// [`Transport::health`] on this thread.
+    pub fn health_blocking(&self) -> Result<Health> {
+        self.check_open("health")?;
+        let health = match &self.sink {
+            Some(sink) => sink.health_blocking()?,
+            None => Health::default(),
+        };
+        Ok(self.inner.complete(health))
+    }
+
+    /// [`Transport::close`] on this thread.
+    pub fn close_blocking(&self) {
+        close(&self.inner, &self.jobs, self.sink.as_ref());
+    }
+
+    fn check_open(&self, operation: &'static str) -> Result<()> {
+        self.inner.check_open(operation)
+    }
+
+    fn check_can_fetch(&self, operation: &'static str) -> Result<()> {
+        self.check_open(operation)?;
+        if self.inner.engine.is_none() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                operation,
+                "this transport only publishes",
+            )
+            .remedy("choose an engine to read with: shm or tcp"));
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Transport for DirectTransport {
+    fn info(&self) -> &TransportInfo {
+        &self.info
+    }
+
+    async fn publish(
+        &self,
+        batch: Vec<Publication>,
+        options: PublishOptions,
+    ) -> Result<Vec<Descriptor>> {
+        self.check_open("publish")?;
+        match &self.sink {
+            Some(sink) => sink.publish(batch, options).await,
+            None => {
+                Err(Error::new(ErrorKind::Unsupported, "publish", "this transport only consumes")
+                    .remedy("samples are written by the capture server; give the transport a sink"))
+            }
+        }
+    }
+
+    async fn fetch(
+        &self,
+        requests: Vec<FetchRequest>,
+        options: FetchOptions,
+    ) -> Result<Vec<Fetched>> {
+        self.check_can_fetch("fetch")?;
+        if requests.is_empty() {
+            return Ok(Vec::new());
+        }
+        let deadline = deadline_of(options.deadline);
+        let transfer = self.inner.transfers.begin(request::destination_bytes(&requests));
+        let abandoned = transfer.abandon_on_drop();
+        let inner = self.inner.clone();
+        let (done, fetched) = oneshot::channel();
+        self.jobs.run(move || {
+            let result = if transfer.is_stopped() {
+                drop(requests); // waited in line for longer than its caller
+                Err(timed_out("fetch"))
+            } else {
+                inner.fetch(requests, deadline, &transfer, || !done.is_closed())
+            };
+            // A result that nobody takes is dropped here, before its memory leaves quarantine.
+            drop(done.send(result));
+            drop(transfer);
+        })?;
+        let wait = deadline.saturating_duration_since(Instant::now()) + GRACE;
+        let result = match tokio::time::timeout(wait, fetched).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => Err(Error::new(ErrorKind::Closed, "fetch", "the transport was closed")),
+            Err(_) => Err(timed_out("fetch")),
+        };
+        if result.is_ok() {
+            abandoned.disarm();
+        }
+        result
+    }
+
+    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+        let pending = self.release_later(releases)?;
+        match tokio::time::timeout(RELEASE_BOUND, pending.outcome()).await {
+            Ok(outcome) => outcome,
+            Err(_) => Err(timed_out("release")),
+        }
+    }
+
+    async fn health(&self) -> Result<Health> {
+        self.check_open("health")?;
+        let health = match &self.sink {
+            Some(sink) => sink.health().await?,
+            None => Health::default(),
+        };
+        Ok(self.inner.complete(health))
+    }
+
+    async fn close(&self) -> Result<()> {
+        let (inner, jobs, sink) = (self.inner.clone(), self.jobs.clone(), self.sink.clone());
+        let (done, closed) = oneshot::channel();
+        // Joining threads blocks, so it has one of its own.
+        let closing = std::thread::Builder::new().name("fs-close".into()).spawn(move || {
+            close(&inner, &jobs, sink.as_ref());
+            let _ = done.send(());
+        });
+        match closing {
+            Ok(_) => drop(closed.await),
+            Err(_) => self.close_blocking(),
+        }
+        Ok(())
+    }
+}
+
+impl Drop for DirectTransport {
+    fn drop(&mut self) {
+        self.close_blocking();
+    }
+}
+
+impl Inner {
+    fn check_open(&self, operation: &'static str) -> Result<()> {
+        if self.closed.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::Closed, operation, "the transport is closed"));
+        }
+        Ok(())
+    }
+
+    fn complete(&self, mut health: Health) -> Health {
+        if let Some(EngineState::Tcp(engine)) = &self.engine {
+            health.connected_peers += engine.stats().connections;
+        }
+        self.publishers.add_to(&mut health);
+        health.host_payload_bytes += self.host_bytes.load(Ordering::Relaxed);
+        health.quarantined_bytes += self.transfers.quarantined();
+        if let Some(error) = &*self.last_error.lock() {
+            health.last_error = Some(error.clone());
+        }
+        health
+    }
+}
+
+fn close(inner: &Inner, jobs: &Workers, sink: Option<&CaptureSink>) {
+    let first = !inner.closed.swap(true, Ordering::Relaxed);
+    if let Some(sink) = sink {
+        sink.stop_publishing();
+    }
+    if !jobs.close(CLOSE_BOUND) {
+        inner.transfers.stop_all();
+        jobs.close(Duration::from_secs(1));
+    }
+    if first {
+        inner.publishers.close(FLUSH_BOUND);
+        if let Some(EngineState::Tcp(engine)) = &inner.engine {
+            engine.close();
+        }
+    }
+    if let Some(sink) = sink {
+        sink.close_blocking();
+    }
+}
+
+fn deadline_of(bound: Duration) -> Instant {
+    const LONGEST: Duration = Duration::from_secs(24 * 3600);
+    Instant::now() + bound.min(LONGEST)
+}

@@ -1,0 +1,210 @@
+//! What this client holds of one life of a publisher, object by object.
+
+use std::collections::HashMap;
+
+use transport_core::Sequence;
+
+/// A set of sequence numbers: one bit each, in chunks that exist only where bits are set.
+#[derive(Debug, Default)]
+struct SeqSet(HashMap<u64, Box<[u64; Self::WORDS]>>);
+
+impl SeqSet {
+    const WORDS: usize = 16; // 1024 objects a chunk
+
+    fn place(seq: Sequence) -> (u64, usize, u64) {
+        let (chunk, bit) = (seq.0 / 1024, seq.0 % 1024);
+        (chunk, (bit / 64) as usize, 1 << (bit % 64))
+    }
+
+    fn contains(&self, seq: Sequence) -> bool {
+        let (chunk, word, bit) = Self::place(seq);
+        self.0.get(&chunk).is_some_and(|words| words[word] & bit != 0)
+    }
+
+    fn insert(&mut self, seq: Sequence) {
+        let (chunk, word, bit) = Self::place(seq);
+        self.0.entry(chunk).or_default()[word] |= bit;
+    }
+
+    fn remove(&mut self, seq: Sequence) {
+        let (chunk, word, bit) = Self::place(seq);
+        if let Some(words) = self.0.get_mut(&chunk) {
+            words[word] &= !bit;
+            if words.iter().all(|&word| word == 0) {
+                self.0.remove(&chunk);
+            }
+        }
+    }
+}
+
+/// Uses of one object that have begun and not ended.
+#[derive(Debug, Default)]
+struct Uses {
+    count: u32,
+    /// It was released since the first of them began.
+    spoiled: bool,
+}
+
+/// Exact record of claims: which objects are held, which were let go, which are being claimed.
+#[derive(Debug, Default)]
+pub(crate) struct Claims {
+    held: SeqSet,
+    released: SeqSet,
+    pending: HashMap<Sequence, Uses>,
+    /// Claims that the publisher made for this client at publication count, unless the lease may
+    /// have lapsed since.
+    continuity: Option<u64>,
+}
+
+impl Claims {
+    /// Forgets what may have lapsed: everything from before `continuity`.
+    pub(crate) fn renew(&mut self, continuity: u64) {
+        if self.continuity != Some(continuity) {
+            if self.continuity.is_some() {
+                self.held = SeqSet::default();
+            }
+            self.continuity = Some(continuity);
+        }
+    }
+
+    /// Starts using a sample. True if it is held for certain; otherwise it has to be claimed.
+    ///
+    /// `born_held`: the publisher made the claim when it published the sample.
+    pub(crate) fn begin(&mut self, seqs: &[Option<Sequence>], born_held: bool) -> bool {
+        let born_held = born_held && self.continuity == Some(0);
+        let certain = seqs.iter().all(|seq| {
+            seq.is_some_and(|seq| {
+                self.held.contains(seq) || (born_held && !self.released.contains(seq))
+            })
+        });
+        for seq in seqs.iter().flatten() {
+            self.pending.entry(*seq).or_default().count += 1;
+        }
+        certain
+    }
+
+    /// Ends a use that succeeded: the sample is held from now on. False if it was released
+    /// meanwhile, so that nothing keeps what was read.
+    #[must_use]
+    pub(crate) fn commit(&mut self, seqs: &[Option<Sequence>]) -> bool {
+        let spoiled = |seq| self.pending.get(seq).is_some_and(|uses| uses.spoiled);
+        let lost = seqs.iter().flatten().any(spoiled);
+        self.end(seqs);
+        if !lost {
+            for &seq in seqs.iter().flatten() {
+                self.held.insert(seq);
+                self.released.remove(seq); // claimed again: its release had come to nothing
+            }
+        }
+        !lost
+    }
+
+    /// Ends a use that failed. Returns which of the objects that it claimed are to be given back:
+    /// those that nobody else in this process uses.
+    pub(crate) fn abort(&mut self, seqs: &[Option<Sequence>], claimed: bool) -> Vec<usize> {
+        self.end(seqs);
+        let ours = |seq: &Sequence| {
+            claimed
+                && !self.pending.contains_key(seq)
+                && !self.held.contains(*seq)
+                && !self.released.contains(*seq)
+        };
+        let places = seqs.iter().enumerate();
+        places.filter(|(_, seq)| seq.as_ref().is_some_and(ours)).map(|(i, _)| i).collect()
+    }
+
+    /// Records that this client lets objects go.
+    pub(crate) fn release(&mut self, seqs: impl IntoIterator<Item = Sequence>) {
+        for seq in seqs {
+            self.held.remove(seq);
+            self.released.insert(seq);
+            if let Some(uses) = self.pending.get_mut(&seq) {
+                uses.spoiled = true;
+            }
+        }
+    }
+
+    fn end(&mut self, seqs: &[Option<Sequence>]) {
+        for seq in seqs.iter().flatten() {
+            if let Some(uses) = self.pending.get_mut(seq) {
+                uses.count -= 1;
+                if uses.count == 0 {
+                    self.pending.remove(seq);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: [Option<Sequence>; 2] = [Some(Sequence(1)), Some(Sequence(5000))];
+
+    fn fresh() -> Claims {
+        let mut claims = Claims::default();
+        claims.renew(0);
+        claims
+    }
+
+    #[test]
+    fn born_held_until_released_or_lapsed() {
+        let mut claims = fresh();
+        assert!(claims.begin(&A, true));
+        assert!(!claims.begin(&A, false), "held by nobody yet");
+        assert!(claims.commit(&A));
+        assert!(claims.begin(&A, false));
+        claims.release(A.into_iter().flatten());
+        assert!(!claims.begin(&A, true));
+        let mut lapsed = fresh();
+        lapsed.renew(1);
+        assert!(!lapsed.begin(&A, true));
+    }
+
+    #[test]
+    fn a_failed_use_gives_back_only_what_nobody_else_uses() {
+        let mut claims = fresh();
+        assert!(!claims.begin(&A, false) && !claims.begin(&A, false));
+        assert!(claims.abort(&A, true).is_empty(), "the other one still runs");
+        assert_eq!(claims.abort(&A, true), [0, 1]);
+        assert!(!claims.begin(&A, false));
+        assert!(claims.commit(&A));
+        assert!(claims.begin(&A, false));
+        assert!(claims.abort(&A, false).is_empty());
+        assert!(claims.begin(&A, false), "still held by the first");
+    }
+
+    #[test]
+    fn a_release_in_between_spoils_the_use() {
+        let mut claims = fresh();
+        claims.begin(&A, true);
+        claims.release([Sequence(1)]);
+        assert!(!claims.commit(&A));
+        assert!(claims.pending.is_empty());
+    }
+
+    #[test]
+    fn a_gap_in_the_lease_forgets_what_was_held() {
+        let mut claims = fresh();
+        claims.begin(&A, true);
+        assert!(claims.commit(&A));
+        claims.renew(0);
+        assert!(claims.begin(&A, false));
+        claims.renew(7);
+        assert!(!claims.begin(&A, false));
+    }
+
+    #[test]
+    fn sets_of_numbers_shrink_again() {
+        let mut set = SeqSet::default();
+        for n in (0..100_000).step_by(7) {
+            set.insert(Sequence(n));
+        }
+        assert!(set.contains(Sequence(7)) && !set.contains(Sequence(8)));
+        for n in 0..100_000 {
+            set.remove(Sequence(n));
+        }
+        assert!(set.0.is_empty());
+    }
+}

@@ -1,0 +1,134 @@
+//! What is known about every publisher: its control connection, its lives, and our claims there.
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Mutex, RwLock};
+use transport_core::{ClientId, Epoch, Error, ErrorKind, Health, Result, SessionName};
+
+use crate::{ControlClient, ControlOptions, Standing, claims::Claims, shm::SharedArena};
+
+/// Lives of one publisher that are remembered: the present one, and older ones until it is known.
+const MAX_LIVES: usize = 4;
+
+/// Publishers by their control endpoint.
+#[derive(Debug)]
+pub(super) struct Publishers {
+    options: ControlOptions,
+    known: RwLock<HashMap<SessionName, Arc<Publisher>>>,
+}
+
+/// One capture server, whatever process answers there.
+#[derive(Debug)]
+pub(super) struct Publisher {
+    client: ControlClient,
+    lives: Mutex<Vec<Arc<Life>>>, // the newest last
+}
+
+/// One life of a publisher. Reads of an older one keep it until they end.
+#[derive(Debug)]
+pub(super) struct Life {
+    pub(super) epoch: Epoch,
+    pub(super) claims: Mutex<Claims>,
+    shared: Mutex<Option<Arc<SharedArena>>>,
+}
+
+impl Publishers {
+    pub(super) fn new(options: ControlOptions) -> Self {
+        Self { options, known: RwLock::default() }
+    }
+
+    pub(super) fn client_id(&self) -> &ClientId {
+        &self.options.client
+    }
+
+    /// The publisher at `control`; its connection starts with the first use.
+    pub(super) fn get(&self, control: &SessionName) -> Result<Arc<Publisher>> {
+        if let Some(publisher) = self.known.read().get(control) {
+            return Ok(publisher.clone());
+        }
+        let mut known = self.known.write();
+        if let Some(publisher) = known.get(control) {
+            return Ok(publisher.clone());
+        }
+        let client = ControlClient::start(control.clone(), self.options.clone())?;
+        let publisher = Arc::new(Publisher { client, lives: Mutex::default() });
+        known.insert(control.clone(), publisher.clone());
+        Ok(publisher)
+    }
+
+    pub(super) fn add_to(&self, health: &mut Health) {
+        for publisher in self.known.read().values() {
+            let stats = publisher.client.stats();
+            health.connected_peers += u64::from(stats.connected);
+            health.protocol_errors += stats.protocol_errors;
+            health.last_error = health.last_error.take().or(stats.last_error);
+        }
+    }
+
+    /// Says goodbye to all of them at once, and waits at most `bound`.
+    pub(super) fn close(&self, bound: Duration) {
+        let known = std::mem::take(&mut *self.known.write());
+        std::thread::scope(|scope| {
+            for publisher in known.values() {
+                scope.spawn(|| publisher.client.close(bound));
+            }
+        });
+    }
+}
+
+impl Publisher {
+    pub(super) fn client(&self) -> &ControlClient {
+        &self.client
+    }
+
+    /// The life that is meant, with our standing there; connects if need be.
+    pub(super) fn life(&self, epoch: Epoch, deadline: Instant) -> Result<(Arc<Life>, Standing)> {
+        let standing = self.client.connect_to(epoch, deadline)?;
+        Ok((self.present(&standing), standing))
+    }
+
+    /// Whatever life is there, for samples that do not say which they belong to.
+    pub(super) fn any_life(&self, deadline: Instant) -> Result<(Arc<Life>, Standing)> {
+        let standing = self.client.connect(deadline)?;
+        Ok((self.present(&standing), standing))
+    }
+
+    /// The life that `standing` is about. All others are over: they are forgotten here.
+    fn present(&self, standing: &Standing) -> Arc<Life> {
+        let life = self.life_called(standing.hello.epoch);
+        self.lives.lock().retain(|other| other.epoch == life.epoch);
+        life.claims.lock().renew(standing.continuity);
+        life.shared.lock().get_or_insert_with(|| {
+            let info = standing.hello.arena.clone();
+            Arc::new(SharedArena::new(info, self.client.server().clone()))
+        });
+        life
+    }
+
+    /// The record of a life, whether or not it is known to be there.
+    pub(super) fn life_called(&self, epoch: Epoch) -> Arc<Life> {
+        let mut lives = self.lives.lock();
+        if let Some(life) = lives.iter().find(|life| life.epoch == epoch) {
+            return life.clone();
+        }
+        if lives.len() >= MAX_LIVES {
+            lives.remove(0);
+        }
+        let life = Arc::new(Life { epoch, claims: Mutex::default(), shared: Mutex::new(None) });
+        lives.push(life.clone());
+        life
+    }
+}
+
+impl Life {
+    /// The publisher's memory as other processes map it.
+    pub(super) fn shared(&self) -> Result<Arc<SharedArena>> {
+        self.shared.lock().clone().ok_or_else(|| {
+            Error::new(ErrorKind::PeerGone, "map arena", "this life of the publisher is over")
+        })
+    }
+}

@@ -1,0 +1,115 @@
+//! Letting go of samples.
+
+use std::{sync::Arc, time::Instant};
+
+use transport_core::{
+    ArenaLocation, Descriptor, Error, Release, ReleaseReport, Result, Sequence, SessionName,
+};
+
+use super::{Inner, request::arena_of};
+use crate::{FreeTicket, transport::publishers::Publisher};
+
+/// Frees that were handed over and may not be answered yet.
+///
+/// Dropping it changes nothing about the frees.
+#[derive(Debug)]
+#[must_use = "the report tells what became of the frees"]
+pub struct PendingRelease {
+    tickets: Vec<FreeTicket>,
+    report: ReleaseReport,
+    error: Option<Error>,
+}
+
+impl Inner {
+    /// Groups samples by publisher and life, and hands them to the control connections.
+    pub(super) fn release(&self, releases: Vec<Release>) -> Result<PendingRelease> {
+        // All or nothing as far as it can be seen beforehand.
+        for release in &releases {
+            arena_of(&release.descriptor)?;
+        }
+        let mut groups: Vec<(Arc<Publisher>, SessionName, Vec<Arc<Descriptor>>)> = Vec::new();
+        let mut pending =
+            PendingRelease { tickets: Vec::new(), report: ReleaseReport::default(), error: None };
+        let mut last = 0; // neighbours mostly belong together
+        for Release { descriptor } in releases {
+            let arena = place(&descriptor);
+            let belongs = |(_, control, samples): &(_, SessionName, Vec<Arc<Descriptor>>)| {
+                *control == arena.control && place(&samples[0]).epoch == arena.epoch
+            };
+            let at = match groups.get(last).is_some_and(belongs) {
+                true => Some(last),
+                false => groups.iter().position(belongs),
+            };
+            match at {
+                Some(at) => {
+                    last = at;
+                    groups[at].2.push(descriptor);
+                }
+                None => {
+                    let control = arena.control.clone();
+                    let publisher = self.publishers.get(&control)?;
+                    last = groups.len();
+                    groups.push((publisher, control, vec![descriptor]));
+                }
+            }
+        }
+        for (publisher, _, samples) in groups {
+            let epoch = place(&samples[0]).epoch;
+            if let Some(epoch) = epoch {
+                let life = publisher.life_called(epoch);
+                life.claims.lock().release(samples.iter().flat_map(|sample| seqs(sample)));
+            }
+            match publisher.client().free_later(samples, epoch) {
+                Ok(ticket) => pending.tickets.push(ticket),
+                Err(error) => pending.error = pending.error.or(Some(error)),
+            }
+        }
+        Ok(pending)
+    }
+}
+
+fn place(descriptor: &Descriptor) -> &ArenaLocation {
+    arena_of(descriptor).expect("checked before")
+}
+
+fn seqs(descriptor: &Descriptor) -> impl Iterator<Item = Sequence> + '_ {
+    descriptor.features.values().filter_map(|feature| feature.seq)
+}
+
+impl PendingRelease {
+    /// Waits for all answers on this thread, at the latest until `deadline`.
+    pub fn wait(mut self, deadline: Instant) -> Result<ReleaseReport> {
+        for ticket in std::mem::take(&mut self.tickets) {
+            let outcome = ticket.wait(deadline);
+            self.add(outcome);
+        }
+        self.finish()
+    }
+
+    /// Waits for all answers.
+    pub async fn outcome(mut self) -> Result<ReleaseReport> {
+        for mut ticket in std::mem::take(&mut self.tickets) {
+            let outcome = (&mut ticket).await;
+            self.add(outcome);
+        }
+        self.finish()
+    }
+
+    fn add(&mut self, outcome: Result<ReleaseReport>) {
+        match outcome {
+            Ok(report) => self.report.merge(report),
+            Err(error) => {
+                self.error.get_or_insert(error);
+            }
+        }
+    }
+
+    fn finish(self) -> Result<ReleaseReport> {
+        match self.error {
+            None => Ok(self.report),
+            Some(error) => Err(error
+                .with("released_elsewhere", self.report.released)
+                .with("already_gone_elsewhere", self.report.already_gone)),
+        }
+    }
+}

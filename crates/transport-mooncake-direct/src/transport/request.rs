@@ -1,0 +1,210 @@
+//! What a fetch is asked for, checked before any byte moves.
+
+use std::sync::Arc;
+
+use capture_arena::RegionPool;
+use transport_core::{
+    ArenaLocation, Descriptor, Destination, Error, ErrorKind, FeatureName, FetchRequest, Location,
+    ObjectKey, RegionMut, RemoteAddr, Result, TensorMeta,
+};
+
+/// One sample to read, checked.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    pub(super) descriptor: Arc<Descriptor>,
+    pub(super) tensors: Vec<WantedTensor>,
+    /// Tensors are read where they are.
+    pub(super) view: bool,
+}
+
+/// One tensor to read.
+#[derive(Debug)]
+pub(super) struct WantedTensor {
+    pub(super) name: FeatureName,
+    pub(super) meta: TensorMeta,
+    pub(super) address: RemoteAddr,
+    /// Where it goes; none for a view.
+    pub(super) region: Option<RegionMut>,
+}
+
+impl Wanted {
+    /// Checks a request; whatever can be seen without asking anybody.
+    pub(super) fn check(
+        request: FetchRequest,
+        views: bool,
+        pool: Option<&RegionPool>,
+    ) -> Result<Self> {
+        let FetchRequest { descriptor, names, destination, .. } = request;
+        arena_of(&descriptor)?;
+        let names = match names {
+            None => descriptor.features.keys().cloned().collect(),
+            Some(names) => names,
+        };
+        let mut tensors = Vec::with_capacity(names.len());
+        for (i, name) in names.iter().enumerate() {
+            let invalid = |kind, why| {
+                Error::new(kind, "fetch", why).with("key", descriptor.sample.object(name))
+            };
+            let feature = descriptor
+                .features
+                .get(name)
+                .ok_or_else(|| invalid(ErrorKind::NotFound, "the sample has no such tensor"))?;
+            if names[..i].contains(name) {
+                return Err(invalid(ErrorKind::InvalidInput, "the tensor is asked for twice"));
+            }
+            let bytes = feature.meta.nbytes();
+            let address = match feature.address {
+                Some(address) => address,
+                None if bytes == 0 => RemoteAddr(0),
+                None => return Err(invalid(ErrorKind::InvalidInput, "the tensor has no address")),
+            };
+            if address.checked_add(bytes).is_none() {
+                return Err(outside(
+                    descriptor.sample.object(name),
+                    address,
+                    bytes,
+                    "the address space",
+                ));
+            }
+            let (name, meta) = (name.clone(), feature.meta.clone());
+            tensors.push(WantedTensor { name, meta, address, region: None });
+        }
+        let mut wanted =
+            Self { descriptor, tensors, view: matches!(destination, Destination::View) };
+        wanted.place(destination, views, pool)?;
+        Ok(wanted)
+    }
+
+    pub(super) fn arena(&self) -> &ArenaLocation {
+        arena_of(&self.descriptor).expect("checked at construction")
+    }
+
+    pub(super) fn key(&self, tensor: usize) -> ObjectKey {
+        self.descriptor.sample.object(&self.tensors[tensor].name)
+    }
+
+    fn place(
+        &mut self,
+        destination: Destination,
+        views: bool,
+        pool: Option<&RegionPool>,
+    ) -> Result<()> {
+        match destination {
+            Destination::View if views => Ok(()),
+            Destination::View => {
+                Err(Error::new(ErrorKind::Unsupported, "fetch", "this engine gives no views")
+                    .with("sample", &self.descriptor.sample)
+                    .remedy("fetch into the pool or into own regions, or use the shm engine"))
+            }
+            Destination::Pool => {
+                let pool = pool.ok_or_else(|| {
+                    Error::new(ErrorKind::Unsupported, "fetch", "the transport has no receive pool")
+                        .remedy("give the transport a pool, or fetch into own regions")
+                })?;
+                for i in 0..self.tensors.len() {
+                    let bytes = self.tensors[i].meta.nbytes();
+                    let region = usize::try_from(bytes).map_err(|_| too_large(self.key(i), bytes));
+                    // Names the pool's size as what was found: the tensor cannot be that large.
+                    let region = pool.take(region?).map_err(|e| {
+                        let capacity = pool.stats().capacity;
+                        let error = match bytes > capacity {
+                            true => too_large(self.key(i), bytes).source(e),
+                            false => e.with("key", self.key(i)),
+                        };
+                        error.with("found", format_args!("a pool of {capacity} bytes"))
+                    })?;
+                    self.tensors[i].region = Some(region);
+                }
+                Ok(())
+            }
+            Destination::Into(regions) => {
+                if regions.len() != self.tensors.len() {
+                    return Err(Error::new(
+                        ErrorKind::InvalidInput,
+                        "fetch",
+                        "not one region for each tensor",
+                    )
+                    .with("sample", &self.descriptor.sample)
+                    .with("expected", self.tensors.len())
+                    .with("found", regions.len()));
+                }
+                for (i, region) in regions.into_iter().enumerate() {
+                    let expected = self.tensors[i].meta.nbytes();
+                    if !region.kind().is_host() {
+                        return Err(Error::new(
+                            ErrorKind::Unsupported,
+                            "fetch",
+                            "this engine cannot write device memory",
+                        )
+                        .with("key", self.key(i)));
+                    }
+                    if region.len() as u64 != expected {
+                        return Err(Error::new(
+                            ErrorKind::InvalidInput,
+                            "fetch",
+                            "the region is not as long as its tensor",
+                        )
+                        .with("key", self.key(i))
+                        .with("expected", expected)
+                        .with("found", region.len()));
+                    }
+                    self.tensors[i].region = Some(region);
+                }
+                Ok(())
+            }
+            _ => Err(Error::new(ErrorKind::Unsupported, "fetch", "an unknown destination")),
+        }
+    }
+}
+
+/// Bytes of caller and pool memory that a call may write.
+pub(super) fn destination_bytes(requests: &[FetchRequest]) -> u64 {
+    let bytes = |request: &FetchRequest| match &request.destination {
+        Destination::View => 0,
+        Destination::Into(regions) => regions.iter().map(|r| r.len() as u64).sum(),
+        _ => match &request.names {
+            None => request.descriptor.nbytes(),
+            Some(names) => names
+                .iter()
+                .filter_map(|name| request.descriptor.features.get(name))
+                .map(|f| f.meta.nbytes())
+                .sum(),
+        },
+    };
+    requests.iter().map(bytes).fold(0, u64::saturating_add)
+}
+
+/// Where an arena sample lies.
+pub(super) fn arena_of(descriptor: &Descriptor) -> Result<&ArenaLocation> {
+    let found = match &descriptor.location {
+        Location::Arena(arena) => return Ok(arena),
+        Location::Store => "Mooncake Store",
+        Location::Token(_) => "buffers behind a token",
+        _ => "something unknown",
+    };
+    Err(Error::new(ErrorKind::Unsupported, "fetch", "the sample does not lie in an arena")
+        .with("sample", &descriptor.sample)
+        .with("expected", "an arena")
+        .with("found", found)
+        .remedy("use the transport that the sample was published for"))
+}
+
+pub(super) fn outside(
+    key: ObjectKey,
+    address: RemoteAddr,
+    bytes: u64,
+    of: impl std::fmt::Display,
+) -> Error {
+    Error::new(ErrorKind::OutOfRange, "fetch", "the tensor cannot lie at its address")
+        .with("key", key)
+        .with("expected", format_args!("{bytes} bytes within {of}"))
+        .with("found", format_args!("{:#x}", address.0))
+        .remedy("the descriptor is damaged or of another publisher: capture the sample again")
+}
+
+fn too_large(key: ObjectKey, bytes: u64) -> Error {
+    Error::new(ErrorKind::OutOfRange, "fetch", "the tensor is larger than the receive pool")
+        .with("key", key)
+        .with("expected", format_args!("{bytes} bytes"))
+        .remedy("give the transport a larger pool, or check the descriptor")
+}
