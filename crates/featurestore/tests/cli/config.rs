@@ -80,8 +80,25 @@ fn a_bad_value_is_found_before_anything_starts() {
 #[test]
 fn names_of_transports_are_forgiving() {
     for name in ["SHM", " shm ", "Shm"] {
-        let ended = run(&["pipeline", "--samples", "1", "--hidden", "8", "--taps", "1", "--servers",
-            "1", "--arena", "4MiB", "--quantum", "1", "--max-length", "8", "--transport", name]);
+        let ended = run(&[
+            "pipeline",
+            "--samples",
+            "1",
+            "--hidden",
+            "8",
+            "--taps",
+            "1",
+            "--servers",
+            "1",
+            "--arena",
+            "4MiB",
+            "--quantum",
+            "1",
+            "--max-length",
+            "8",
+            "--transport",
+            name,
+        ]);
         assert!(ended.status.success(), "{name:?}: {}", ended.stderr);
     }
     let ended = run(&["pipeline", "--transport", "shn"]);
@@ -97,7 +114,8 @@ fn help_shows_every_command_with_examples() {
         assert!(ended.stdout.contains(part), "{part} in {}", ended.stdout);
     }
     assert!(!ended.stdout.contains("trainer;"), "internal commands stay hidden");
-    for command in [&["pipeline", "--help"][..], &["capture-server", "--help"], &["config", "--help"]]
+    for command in
+        [&["pipeline", "--help"][..], &["capture-server", "--help"], &["config", "--help"]]
     {
         assert!(run(command).status.success(), "{command:?}");
     }

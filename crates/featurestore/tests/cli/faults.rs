@@ -14,8 +14,22 @@ const BOUND: Duration = Duration::from_secs(30);
 
 /// A job that takes minutes unless something ends it, with its children once they work.
 fn long_job() -> (Process, Vec<u32>) {
-    let mut command = featurestore(&["pipeline", "--samples", "200000", "--hidden", "64", "--taps",
-        "1,2,3,4,5", "--servers", "2", "--arena", "16MiB", "--quantum", "4", "--json"]);
+    let mut command = featurestore(&[
+        "pipeline",
+        "--samples",
+        "200000",
+        "--hidden",
+        "64",
+        "--taps",
+        "1,2,3,4,5",
+        "--servers",
+        "2",
+        "--arena",
+        "16MiB",
+        "--quantum",
+        "4",
+        "--json",
+    ]);
     command.stdin(Stdio::null());
     let job = Process::start(command);
     let mut found = Vec::new();
@@ -48,7 +62,12 @@ fn a_killed_server_ends_the_job_by_name() {
     let start = Instant::now();
     let ended = job.end(BOUND);
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
-    assert!(ended.stderr.contains("capture server"), "{} after {:?}", ended.stderr, start.elapsed());
+    assert!(
+        ended.stderr.contains("capture server"),
+        "{} after {:?}",
+        ended.stderr,
+        start.elapsed()
+    );
     assert!(ended.stderr.contains(&victim.to_string()), "names pid {victim}: {}", ended.stderr);
     assert_eq!(ended.stdout, "", "no report of a job that failed");
     all_gone(&children);

@@ -5,8 +5,19 @@ use serde_json::Value;
 use crate::common::run;
 
 const SMALL: [&str; 13] = [
-    "pipeline", "--hidden", "64", "--taps", "5,19,33,47,61", "--servers", "2", "--arena", "16MiB",
-    "--quantum", "3", "--seed", "42",
+    "pipeline",
+    "--hidden",
+    "64",
+    "--taps",
+    "5,19,33,47,61",
+    "--servers",
+    "2",
+    "--arena",
+    "16MiB",
+    "--quantum",
+    "3",
+    "--seed",
+    "42",
 ];
 
 fn report(arguments: &[&str]) -> Value {
@@ -55,7 +66,8 @@ fn check(report: &Value, samples: u64, bytes_per_token: u64) {
 
 #[test]
 fn samples_come_through_shared_memory_and_go() {
-    let report = report(&[&SMALL[..], &["--samples", "8", "--transport", "shm", "--json"]].concat());
+    let report =
+        report(&[&SMALL[..], &["--samples", "8", "--transport", "shm", "--json"]].concat());
     check(&report, 8, 6 * 64 * 2 + 16);
     assert_eq!(report["transport"], "shm");
     assert_eq!(report["verified_bytes"], report["bytes"]);
@@ -64,7 +76,8 @@ fn samples_come_through_shared_memory_and_go() {
 
 #[test]
 fn samples_come_through_tcp_and_go() {
-    let report = report(&[&SMALL[..], &["--samples", "8", "--transport", "tcp", "--json"]].concat());
+    let report =
+        report(&[&SMALL[..], &["--samples", "8", "--transport", "tcp", "--json"]].concat());
     check(&report, 8, 6 * 64 * 2 + 16);
     assert_eq!(report["transport"], "tcp");
     assert_eq!(report["verified_bytes"], report["bytes"]);
@@ -82,8 +95,9 @@ fn the_plugin_form_and_the_automatic_choice_work_too() {
 fn real_captures_reproduce_their_manifest() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
     for transport in ["shm", "tcp"] {
-        let report = report(&[&SMALL[..], &["--input", folder, "--transport", transport, "--json"]]
-            .concat());
+        let report = report(
+            &[&SMALL[..], &["--input", folder, "--transport", transport, "--json"]].concat(),
+        );
         check(&report, 3, 1920 * 2 + 384 * 2 + 16);
         assert_eq!(number(&report, "tokens"), 5 + 8 + 10);
         assert_eq!(report["verified_bytes"], report["bytes"]);
@@ -130,8 +144,22 @@ fn without_checks_nothing_is_verified() {
 #[test]
 fn arenas_are_reused_many_times_over() {
     // 60 samples of about 1 MiB through two arenas of 8 MiB.
-    let arguments = ["pipeline", "--hidden", "64", "--taps", "1,2,3,4,5", "--servers", "2",
-        "--arena", "8MiB", "--quantum", "4", "--samples", "60", "--json"];
+    let arguments = [
+        "pipeline",
+        "--hidden",
+        "64",
+        "--taps",
+        "1,2,3,4,5",
+        "--servers",
+        "2",
+        "--arena",
+        "8MiB",
+        "--quantum",
+        "4",
+        "--samples",
+        "60",
+        "--json",
+    ];
     for transport in ["shm", "tcp"] {
         let report = report(&[&arguments[..], &["--transport", transport]].concat());
         check(&report, 60, 6 * 64 * 2 + 16);
@@ -147,14 +175,20 @@ fn a_person_gets_a_table_and_no_escape_codes_in_a_pipe() {
         assert!(ended.stdout.contains(part), "{part} in {}", ended.stdout);
     }
     assert!(!ended.stdout.contains('\x1b') && !ended.stderr.contains('\x1b'));
-    assert!(ended.stderr.contains("available") && ended.stderr.contains("suitable"),
-        "why this transport: {}", ended.stderr);
+    assert!(
+        ended.stderr.contains("available") && ended.stderr.contains("suitable"),
+        "why this transport: {}",
+        ended.stderr
+    );
 }
 
 #[test]
 fn runs_that_could_never_end_are_refused_up_front() {
     for (arguments, parts) in [
-        (&["--quantum", "64", "--samples", "64", "--arena", "4MiB"][..], &["quantum", "--arena"][..]),
+        (
+            &["--quantum", "64", "--samples", "64", "--arena", "4MiB"][..],
+            &["quantum", "--arena"][..],
+        ),
         (&["--arena", "64KiB", "--samples", "8"], &["larger than an arena", "--max-length"]),
         (&["--servers", "0"], &["servers"]),
         (&["--quantum", "0"], &["quantum"]),

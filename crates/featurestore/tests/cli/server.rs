@@ -134,8 +134,7 @@ fn the_plugin_form_and_single_prompts_are_answered_in_kind() {
 #[test]
 fn headers_ask_for_a_holder_and_for_checksums() {
     let server = server(&[]);
-    let headers =
-        [("x-featurestore-holder", "trainer-7"), ("x-featurestore-checksums", "xxh3")];
+    let headers = [("x-featurestore-holder", "trainer-7"), ("x-featurestore-checksums", "xxh3")];
     let (status, rows) = server.generate(&headers, &request(&[("a", &[1, 2])]));
     assert_eq!(status, 200, "{rows}");
     assert_eq!(result(&rows[0])["arena"]["holder"], "trainer-7");
@@ -251,8 +250,7 @@ fn a_full_arena_fails_the_row_at_the_deadline_with_numbers_and_remedy() {
 
 #[test]
 fn more_samples_than_may_be_in_flight_are_put_off() {
-    let server =
-        server(&["--arena", "64KiB", "--deadline", "2s", "--max-in-flight", "1"]);
+    let server = server(&["--arena", "64KiB", "--deadline", "2s", "--max-in-flight", "1"]);
     let tokens = [7; 300];
     server.generate(&[], &request(&[("a", &tokens)]));
     let address = server.address("http");
@@ -276,7 +274,8 @@ fn a_client_that_goes_away_gives_its_place_up() {
     server.generate(&[], &request(&[("a", &[7; 300])]));
     let body = request(&[("b", &[7; 300])]).to_string();
     let mut stream = std::net::TcpStream::connect(server.address("http")).expect("it listens");
-    let head = format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head =
+        format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
     std::io::Write::write_all(&mut stream, (head + &body).as_bytes()).expect("the server reads");
     eventually("it waits for room", || server.health()["samples_in_flight"] == 1);
     drop(stream);
@@ -290,10 +289,22 @@ fn health_and_metrics_tell_the_same_numbers() {
     server.generate(&[], &request(&[("a", &[1, 2]), ("b", &[3])]));
     let health = server.health();
     for field in [
-        "resident_samples", "resident_bytes", "reserved_bytes", "arena_bytes", "arena_free_bytes",
-        "arena_largest_free", "published_samples", "released_samples", "duplicate_frees",
-        "stale_frees", "lease_expired_samples", "host_payload_bytes", "device_payload_bytes",
-        "quarantined_bytes", "connected_peers", "protocol_errors",
+        "resident_samples",
+        "resident_bytes",
+        "reserved_bytes",
+        "arena_bytes",
+        "arena_free_bytes",
+        "arena_largest_free",
+        "published_samples",
+        "released_samples",
+        "duplicate_frees",
+        "stale_frees",
+        "lease_expired_samples",
+        "host_payload_bytes",
+        "device_payload_bytes",
+        "quarantined_bytes",
+        "connected_peers",
+        "protocol_errors",
     ] {
         assert!(health[field].is_u64(), "{field} in {health}");
     }
@@ -334,7 +345,7 @@ fn an_arena_has_to_be_given_and_has_to_fit() {
     for (arguments, parts) in [
         (&["capture-server"][..], &["--arena", "FEATURESTORE_ARENA"][..]),
         (&["capture-server", "--arena", "0"], &["arena", "zero"]),
-        (&["capture-server", "--arena", "-5"], &["arena"]),
+        (&["capture-server", "--arena=-5"], &["arena"]),
         (&["capture-server", "--arena", "50%"], &["arena", "2GiB"]),
         (&["capture-server", "--arena", "900TiB"], &["arena"]),
         (&["capture-server", "--arena", "1MiB", "--arena-kind", "heep"], &["heap"]),
@@ -393,7 +404,8 @@ fn waiting_requests_do_not_keep_it_from_ending() {
     server.generate(&[], &request(&[("a", &[7; 300])]));
     let body = request(&[("b", &[7; 300])]).to_string();
     let mut stream = std::net::TcpStream::connect(server.address("http")).expect("it listens");
-    let head = format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head =
+        format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
     std::io::Write::write_all(&mut stream, (head + &body).as_bytes()).expect("the server reads");
     eventually("it waits for room", || server.health()["samples_in_flight"] == 1);
     server.process.signal(Signal::TERM);
