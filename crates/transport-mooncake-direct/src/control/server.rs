@@ -560,7 +560,7 @@ impl Poller {
         self.arena.free(FreeRequest { client, objects, reply });
     }
 
-    /// Claims what lies where the client believes it to lie.
+    /// Claims objects; those that do not lie where the client believes are given back at once.
     fn hold(
         &mut self,
         token: u64,
@@ -569,28 +569,33 @@ impl Poller {
         client: ClientId,
         objects: &Objects<'_>,
     ) {
-        let mut elsewhere = Vec::new();
-        let mut places = Vec::with_capacity(objects.len()); // in the line, of what is claimed
-        let mut claims = ObjectList::new();
-        for (place, ((key, seq), range)) in objects.iter().zip(objects.ranges()).enumerate() {
-            if range.is_some_and(|(at, len)| !is_whole_object(&self.arena, at, len)) {
-                elsewhere.push(place as u32);
-            } else {
-                places.push(place as u32);
-                claims.push(key, seq);
-            }
-        }
-        let outbox = self.outbox.clone();
+        let arena = &self.arena;
+        let elsewhere: Vec<u32> = (0..)
+            .zip(objects.ranges())
+            .filter(|(_, range)| range.is_some_and(|(at, len)| !is_whole_object(arena, at, len)))
+            .map(|(place, _)| place)
+            .collect();
+        let claims: ObjectList = objects.iter().collect();
+        let mut misplaced = elsewhere.iter().peekable();
+        let back: ObjectList = (0..)
+            .zip(objects.iter())
+            .filter(|(place, _)| misplaced.next_if_eq(&place).is_some())
+            .map(|(_, object)| object)
+            .collect();
+        let (outbox, arena, holder) = (self.outbox.clone(), self.arena.clone(), client.clone());
         peer.inflight += 1;
         self.arena.hold(HoldRequest {
             client,
             objects: claims,
             reply: Some(Box::new(move |outcome| {
-                let in_line = |list: Vec<u32>| list.into_iter().map(|i| places[i as usize]);
-                let gone = in_line(outcome.gone).collect();
-                elsewhere.extend(in_line(outcome.stale));
-                elsewhere.sort_unstable();
-                outbox.send(token, Response::Held { id, gone, stale: elsewhere });
+                let capture_arena::HoldOutcome { gone, mut stale } = outcome;
+                if !elsewhere.is_empty() {
+                    arena.unhold(&holder, back);
+                    stale.extend(elsewhere.into_iter().filter(|i| !gone.contains(i)));
+                    stale.sort_unstable();
+                    stale.dedup();
+                }
+                outbox.send(token, Response::Held { id, gone, stale });
             })),
         });
     }
