@@ -5,6 +5,7 @@ use std::{io::IsTerminal, path::PathBuf, process::ExitCode};
 use clap::{Args, Parser, Subcommand};
 use featurestore::{
     ServerConfig, Settings, TransportChoice,
+    config::Problems,
     input::Folder,
     pipeline::{self, Options},
     server::{CaptureServer, end_of_life},
@@ -269,19 +270,25 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
 }
 
 fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
-    let config = ServerConfig::from_settings(&args.settings()?)?;
-    let source = match &args.model.input {
-        Some(folder) => Source::Folder(Folder::open(folder)?),
-        None => Source::Synthetic { model: args.model.model()?, seed: args.model.seed },
+    let mut problems = Problems::default();
+    let config = problems.note(args.settings().and_then(|s| ServerConfig::from_settings(&s)));
+    let source = problems.note(match &args.model.input {
+        Some(folder) => Folder::open(folder).map(Source::Folder),
+        None => args.model.model().map(|model| Source::Synthetic { model, seed: args.model.seed }),
+    });
+    problems.settle("start capture server")?;
+    let (Some(config), Some(source)) = (config, source) else {
+        unreachable!("what is missing is a problem, and problems end this");
     };
     let fill = config.fill_threads;
     let fill = fill.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
     runtime(2, fill)?.block_on(async {
         let server = CaptureServer::bind(&config, source).await?;
+        let end = end_of_life(args.exit_with_parent)?; // before anybody can know of this process
         let ready = serde_json::to_string(&server.ready_line())
             .map_err(|e| Error::new(ErrorKind::Unexpected, "report", "not JSON").source(e))?;
         println!("{ready}");
-        server.serve(end_of_life(args.exit_with_parent)).await
+        server.serve(end).await
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -289,7 +296,10 @@ fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
 fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     let settings = layered(file)?;
     // A value that cannot be used is an error here already, not at the start of a server.
-    featurestore::Config::from_settings(&settings)?;
+    let mut problems = Problems::default();
+    problems.note(featurestore::Config::from_settings(&settings));
+    problems.note(ServerConfig::from_settings(&settings.clone().or_default("arena", "1MiB")?));
+    problems.settle("configure")?;
     for (key, value, source) in settings.effective() {
         println!(
             "{:<14} {:<16} {:<32} {}",

@@ -7,6 +7,7 @@ use std::{collections::BTreeMap, fmt, net::SocketAddr, path::Path, str::FromStr,
 
 use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result, check_host};
+use transport_mooncake_direct::Cidr;
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -140,6 +141,13 @@ impl Settings {
     pub fn set(&mut self, name: &str, text: impl Into<String>) -> Result<()> {
         self.values.insert(find(name)?.name, (text.into(), Source::Given));
         Ok(())
+    }
+
+    /// Gives a value below all others, where there is no default or another one is wanted.
+    pub fn or_default(mut self, name: &str, text: impl Into<String>) -> Result<Self> {
+        let entry = self.values.entry(find(name)?.name);
+        entry.or_insert_with(|| (text.into(), Source::Default));
+        Ok(self)
     }
 
     /// What is in force: every key with its value, if any, and its source. Secrets are masked.
@@ -370,7 +378,7 @@ pub struct ServerConfig {
     /// Host that descriptors name.
     pub advertise: Option<String>,
     /// Networks that may read.
-    pub allow: Vec<String>,
+    pub allow: Vec<Cidr>,
     /// Secret that control connections have to show.
     pub token: Option<Secret>,
     /// Samples that are worked on or wait.
@@ -384,36 +392,81 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
-    /// Checks and types what is in force.
+    /// Checks and types what is in force. All that is wrong is reported at once.
     pub fn from_settings(settings: &Settings) -> Result<Self> {
+        let mut problems = Problems::default();
+        let arena = problems.note(settings.need("arena", nonzero_size));
+        let arena_kind = problems.note(settings.need("arena_kind", str::parse));
+        let http = problems.note(settings.need("http", address));
+        let data = problems.note(settings.need("data", address));
+        let control = problems.note(settings.need("control", address));
+        let advertise = problems.note(settings.get("advertise", host));
+        let allow = problems.note(settings.get("allow", networks));
+        let token = problems.note(settings.get("token", |text| Secret::new(text)));
+        let max_in_flight =
+            problems.note(settings.need("max_in_flight", |text| bounded(text, MAX_IN_FLIGHT)));
+        let fill_threads =
+            problems.note(settings.get("fill_threads", |text| bounded(text, MAX_FILL_THREADS)));
+        let deadline = problems.note(settings.need("deadline", duration));
+        let lease = problems.note(settings.need("lease", duration));
+        problems.settle("configure")?;
+        const NOTED: &str = "what is missing is a problem, and problems end this";
         Ok(Self {
-            arena: settings.need("arena", nonzero_size)?,
-            arena_kind: settings.need("arena_kind", |text| match fold(text).as_str() {
-                "shared" => Ok(ArenaKind::Shared),
-                "heap" => Ok(ArenaKind::Heap),
-                other => Err(bad("unknown kind of arena", text)
-                    .remedy(suggestion(other, ["shared", "heap"].into_iter()))),
-            })?,
-            http: settings.need("http", address)?,
-            data: settings.need("data", address)?,
-            control: settings.need("control", address)?,
-            advertise: settings.get("advertise", |text| {
-                check_host(text).map_err(|why| bad(why, text)).map(|()| text.to_owned())
-            })?,
-            allow: settings
-                .get("allow", |text| {
-                    Ok(text.split(',').map(|n| n.trim().to_owned()).filter(|n| !n.is_empty()))
-                        .map(Iterator::collect)
-                })?
-                .unwrap_or_default(),
-            token: settings.get("token", |text| Secret::new(text))?,
-            max_in_flight: settings.need("max_in_flight", positive)?,
-            fill_threads: settings.get("fill_threads", positive)?,
-            deadline: settings.need("deadline", duration)?,
-            lease: settings.need("lease", duration)?,
+            arena: arena.expect(NOTED),
+            arena_kind: arena_kind.expect(NOTED),
+            http: http.expect(NOTED),
+            data: data.expect(NOTED),
+            control: control.expect(NOTED),
+            advertise: advertise.expect(NOTED),
+            allow: allow.expect(NOTED).unwrap_or_default(),
+            token: token.expect(NOTED),
+            max_in_flight: max_in_flight.expect(NOTED),
+            fill_threads: fill_threads.expect(NOTED),
+            deadline: deadline.expect(NOTED),
+            lease: lease.expect(NOTED),
         })
     }
 }
+
+impl FromStr for ArenaKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match fold(text).as_str() {
+            "shared" => Ok(Self::Shared),
+            "heap" => Ok(Self::Heap),
+            other => Err(bad("unknown kind of arena", text)
+                .remedy(suggestion(other, ["shared", "heap"].into_iter()))),
+        }
+    }
+}
+
+/// Everything that is wrong, so that it can be reported at once.
+#[derive(Debug, Default)]
+pub struct Problems(Vec<Error>);
+
+impl Problems {
+    /// Notes what failed; gives what did not.
+    pub fn note<T>(&mut self, outcome: Result<T>) -> Option<T> {
+        outcome.map_err(|error| self.0.push(error)).ok()
+    }
+
+    /// Fails if anything was noted: with the one problem, or with all of them.
+    pub fn settle(mut self, operation: &'static str) -> Result<()> {
+        if self.0.len() < 2 {
+            return self.0.pop().map_or(Ok(()), Err);
+        }
+        let (kind, count) = (self.0[0].kind(), self.0.len());
+        let list: Vec<String> = self.0.iter().map(ToString::to_string).collect();
+        let message = format!("{count} problems: {}", list.join("; and: "));
+        Err(Error::new(kind, operation, message))
+    }
+}
+
+/// Most samples that a server may be told to work on at a time.
+const MAX_IN_FLIGHT: usize = 1 << 20;
+/// Most threads that a server may be told to fill tensors on.
+const MAX_FILL_THREADS: usize = 1024;
 
 fn bad(why: &'static str, found: &str) -> Error {
     Error::new(ErrorKind::ConfigInvalid, "configure", why).with("found", format_args!("{found:?}"))
@@ -432,8 +485,20 @@ fn nonzero_size(text: &str) -> Result<ByteSize> {
     if size.get() == 0 { Err(bad("the size is zero", text)) } else { Ok(size) }
 }
 
-fn positive(text: &str) -> Result<usize> {
-    text.trim().parse().ok().filter(|&n| n > 0).ok_or_else(|| bad("not a positive number", text))
+fn bounded(text: &str, most: usize) -> Result<usize> {
+    text.trim()
+        .parse()
+        .ok()
+        .filter(|n| (1..=most).contains(n))
+        .ok_or_else(|| bad("not a number within its bounds", text).with("max", most))
+}
+
+fn host(text: &str) -> Result<String> {
+    check_host(text).map_err(|why| bad(why, text)).map(|()| text.to_owned())
+}
+
+fn networks(text: &str) -> Result<Vec<Cidr>> {
+    text.split(',').map(str::trim).filter(|n| !n.is_empty()).map(str::parse).collect()
 }
 
 fn address(text: &str) -> Result<SocketAddr> {

@@ -1,6 +1,7 @@
 //! The capture server: an arena that answers `POST /generate` as inference servers do.
 
 mod generate;
+mod listen;
 mod metrics;
 
 use std::{
@@ -15,19 +16,20 @@ use std::{
 
 use axum::{
     Json, Router,
-    extract::{DefaultBodyLimit, State},
+    extract::State,
     http::header,
     response::IntoResponse,
     routing::{get, post},
 };
 use capture_arena::{Arena, ArenaConfig, Backing};
+use control_proto::capture::Limits;
 use serde::Serialize;
-use tokio::sync::{Notify, Semaphore};
-use transport_core::{Error, ErrorKind, Health, Result};
+use tokio::{net::TcpListener, sync::Semaphore};
+use transport_core::{Error, Health, Result};
 use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig};
 
 use crate::{
-    config::{ArenaKind, ServerConfig},
+    config::{ArenaKind, Problems, ServerConfig},
     process::peak_rss_bytes,
     source::Source,
 };
@@ -35,11 +37,18 @@ use crate::{
 /// How long requests in flight may take after the server was asked to end.
 const GRACE: Duration = Duration::from_secs(10);
 
+/// Longest body of a request: about a million tokens.
+const MAX_BODY: usize = 16 << 20;
+/// Bytes of bodies in flight, all requests together.
+const MAX_BODIES: usize = 32 << 20;
+/// Unit in which [`MAX_BODIES`] is handed out.
+const BODY_UNIT: usize = 1 << 10;
+
 /// A running capture server.
 #[derive(Debug)]
 pub struct CaptureServer {
     state: Arc<Shared>,
-    listener: tokio::net::TcpListener,
+    listener: TcpListener,
     http: SocketAddr,
 }
 
@@ -48,7 +57,8 @@ struct Shared {
     arena: Arena,
     sink: CaptureSink,
     source: Source,
-    limits: control_proto::capture::Limits,
+    limits: Limits,
+    bodies: Semaphore, // one a `BODY_UNIT` of bodies in flight
     deadline: Duration,
     max_in_flight: usize,
     places: Semaphore, // one a sample that is worked on or waits
@@ -97,37 +107,28 @@ struct HealthReport {
 impl CaptureServer {
     /// Takes the arena and binds every port. All that is wrong is reported at once.
     pub async fn bind(config: &ServerConfig, source: Source) -> Result<Self> {
-        let listener = tokio::net::TcpListener::bind(config.http).await.map_err(|e| {
-            Error::io("bind http port", e)
-                .with("address", config.http)
-                .remedy("choose another --http address, or port 0 for any free one")
-        });
-        let arena = match config.arena_kind {
+        let mut problems = Problems::default();
+        let listener = problems.note(bind_http(config.http).await);
+        problems.note(check_bind("data", config.data));
+        problems.note(check_bind("control", config.control));
+        let backing = problems.note(match config.arena_kind {
             ArenaKind::Shared => Backing::shared(config.arena.get()),
             ArenaKind::Heap => Backing::heap(config.arena.get()),
-        }
-        .and_then(|backing| {
-            let settings = ArenaConfig::default().deadline(config.deadline).lease(config.lease);
-            Arena::start(backing, settings)
         });
-        let (listener, arena) = match (listener, arena) {
-            (Ok(listener), Ok(arena)) => (listener, arena),
-            (Err(a), Err(b)) => {
-                return Err(Error::new(
-                    ErrorKind::ConfigInvalid,
-                    "start capture server",
-                    format!("two problems: {a}; and {b}"),
-                ));
-            }
-            (Err(e), _) | (_, Err(e)) => return Err(e),
+        problems.settle("start capture server")?;
+        let (Some(listener), Some(backing)) = (listener, backing) else {
+            unreachable!("what is missing is a problem, and problems end this");
         };
-        let sink = CaptureSink::start(arena.clone(), sink_config(config)?)?;
+        let settings = ArenaConfig::default().deadline(config.deadline).lease(config.lease);
+        let arena = Arena::start(backing, settings)?;
+        let sink = CaptureSink::start(arena.clone(), sink_config(config))?;
         let http = listener.local_addr().map_err(|e| Error::io("bind http port", e))?;
         let state = Arc::new(Shared {
             arena,
             sink,
             source,
-            limits: control_proto::capture::Limits::default(),
+            limits: Limits { body_bytes: MAX_BODY, ..Limits::default() },
+            bodies: Semaphore::new(MAX_BODIES / BODY_UNIT),
             deadline: config.deadline,
             max_in_flight: config.max_in_flight,
             places: Semaphore::new(config.max_in_flight),
@@ -151,45 +152,44 @@ impl CaptureServer {
 
     /// Serves until `end` completes, then lets requests in flight finish within a bound.
     pub async fn serve(self, end: impl Future<Output = ()> + Send + 'static) -> Result<()> {
-        let body = DefaultBodyLimit::max(self.state.limits.body_bytes);
         let app = Router::new()
-            .route("/generate", post(generate::generate).layer(body))
+            .route("/generate", post(generate::generate))
             .route("/health", get(health))
             .route("/metrics", get(prometheus))
             .with_state(self.state.clone());
-        let ending = Arc::new(Notify::new());
-        let told = ending.clone();
-        let graceful = async move {
-            end.await;
-            told.notify_one();
-        };
-        let server = axum::serve(self.listener, app).with_graceful_shutdown(graceful);
-        let overdue = async {
-            ending.notified().await;
-            tokio::time::sleep(GRACE).await;
-        };
-        let served = tokio::select! {
-            served = server => served.map_err(|e| Error::io("serve http", e)),
-            () = overdue => {
-                tracing::warn!("requests still in flight after {GRACE:?}; ending without them");
-                Ok(())
-            }
-        };
+        listen::serve(self.listener, app, end, GRACE).await;
         let closed = self.state.sink.close().await;
         self.state.arena.close();
-        served.and(closed)
+        closed
     }
 }
 
-fn sink_config(config: &ServerConfig) -> Result<SinkConfig> {
+async fn bind_http(address: SocketAddr) -> Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|e| {
+        Error::io("bind http port", e)
+            .with("address", address)
+            .remedy("choose another --http address, or port 0 for any free one")
+    })
+}
+
+/// Whether the sink will be able to bind `address`, so that all problems are known at once.
+fn check_bind(flag: &'static str, address: SocketAddr) -> Result<()> {
+    std::net::TcpListener::bind(address).map(drop).map_err(|e| {
+        Error::io("bind port", e)
+            .with("setting", flag)
+            .with("address", address)
+            .remedy(format!("choose another --{flag} address, or port 0 for any free one"))
+    })
+}
+
+fn sink_config(config: &ServerConfig) -> SinkConfig {
     let mut sink = SinkConfig::default();
     sink.data_bind = config.data;
     sink.control_bind = config.control;
     sink.advertise_host.clone_from(&config.advertise);
     sink.token.clone_from(&config.token);
-    let networks = config.allow.iter().map(|network| network.parse());
-    sink.allow = AllowList::new(networks.collect::<Result<_>>()?);
-    Ok(sink)
+    sink.allow = AllowList::new(config.allow.clone());
+    sink
 }
 
 impl Shared {
@@ -224,29 +224,32 @@ async fn prometheus(State(state): State<Arc<Shared>>) -> axum::response::Respons
 }
 
 /// Completes on SIGINT, SIGTERM or, with `with_parent`, when standard input ends: the parent
-/// process holds its other end.
-pub async fn end_of_life(with_parent: bool) {
+/// process holds its other end. Signals count from this call on, not only from the first poll.
+pub fn end_of_life(with_parent: bool) -> Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
-    let mut term = signal(SignalKind::terminate()).expect("a signal that can be handled");
-    let mut int = signal(SignalKind::interrupt()).expect("a signal that can be handled");
-    let parent = async {
-        if !with_parent {
-            return std::future::pending().await;
-        }
-        let (send, gone) = tokio::sync::oneshot::channel();
+    let handled = |kind| signal(kind).map_err(|e| Error::io("handle signal", e));
+    let mut term = handled(SignalKind::terminate())?;
+    let mut int = handled(SignalKind::interrupt())?;
+    let (send, gone) = tokio::sync::oneshot::channel::<()>();
+    let kept = if with_parent {
         // A thread of its own: a blocked read must not keep the runtime from ending.
         std::thread::spawn(move || {
             let mut input = std::io::stdin().lock();
             while matches!(input.read(&mut [0; 256]), Ok(n) if n > 0) {}
-            let _ = send.send(());
+            drop(send);
         });
-        let _ = gone.await;
+        None
+    } else {
+        Some(send) // lives as long as the future: nothing but a signal ends it
     };
-    tokio::select! {
-        _ = term.recv() => {}
-        _ = int.recv() => {}
-        () = parent => {}
-    }
+    Ok(async move {
+        let _kept = kept;
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+            _ = gone => {}
+        }
+    })
 }
 
 fn bump(counter: &AtomicU64, by: u64) {

@@ -1,10 +1,13 @@
 //! `POST /generate`: reserve, fill, publish, answer.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::{
-    body::Bytes,
-    extract::State,
+    body::{Body, Bytes, HttpBody},
+    extract::{Request, State},
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
@@ -14,27 +17,41 @@ use control_proto::capture::{
     Prompt, Row, write_response,
 };
 use indexmap::IndexMap;
+use tokio::{sync::SemaphorePermit, time::timeout};
 use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
 use transport_mooncake_direct::SinkReservation;
 
-use super::{Shared, bump};
+use super::{BODY_UNIT, MAX_BODIES, Shared, bump};
 
-pub(super) async fn generate(
-    State(state): State<Arc<Shared>>,
-    headers: HeaderMap,
-    body: Bytes,
-) -> Response {
+/// Longest time for which a body may arrive.
+const BODY: Duration = Duration::from_secs(60);
+
+pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request) -> Response {
     bump(&state.counts.requests, 1);
-    let asked = Asked::new(&headers);
-    let request = asked.and_then(|asked| {
-        CaptureRequest::parse(&body, &state.limits).map(|request| (asked, request))
-    });
+    let (head, body) = request.into_parts();
+    let asked = match Asked::new(&head.headers) {
+        Ok(asked) => asked,
+        Err(error) => return refusal(&error),
+    };
+    let (body, _room) = match read(&state, body).await {
+        Ok(read) => read,
+        Err(refused) => return *refused,
+    };
+    let parsed = CaptureRequest::parse(&body, &state.limits);
     drop(body); // the prompts are parsed; a long wait need not keep the text
-    let (asked, request) = match request {
-        Ok(parsed) => parsed,
+    let request = match parsed {
+        Ok(request) => request,
         Err(error) => return refusal(&error),
     };
     let samples = request.prompts.len();
+    if samples > state.max_in_flight {
+        let why = "more samples than this server ever takes at a time";
+        let error = Error::new(ErrorKind::InvalidInput, "capture", why)
+            .with("limit", state.max_in_flight)
+            .with("asked_for", samples)
+            .remedy("send fewer prompts in a request, or raise --max-in-flight");
+        return refusal(&error);
+    }
     let Some(_places) =
         u32::try_from(samples).ok().and_then(|n| state.places.try_acquire_many(n).ok())
     else {
@@ -52,6 +69,42 @@ pub(super) async fn generate(
     match write_response(&mut json, form, batched, &rows) {
         Ok(()) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),
         Err(error) => refusal(&error),
+    }
+}
+
+/// Reads a body, once there is room for it beside the others in flight. The room is given back
+/// with the request, whose prompts take about as much.
+async fn read(state: &Shared, body: Body) -> Result<(Bytes, SemaphorePermit<'_>), Box<Response>> {
+    let refuse = |status, error: Error| Err(Box::new(refusal_as(status, &error)));
+    let error = |kind, why: &'static str| Error::new(kind, "read body", why);
+    let most = state.limits.body_bytes;
+    let announced = body.size_hint().upper().unwrap_or(most as u64);
+    if announced > most as u64 {
+        let error = error(ErrorKind::InvalidInput, "the body is too long")
+            .with("max_bytes", most)
+            .with("found", announced)
+            .remedy("send fewer prompts in a request");
+        return refuse(StatusCode::PAYLOAD_TOO_LARGE, error);
+    }
+    let room = state.bodies.acquire_many((announced as usize).div_ceil(BODY_UNIT) as u32);
+    let Ok(Ok(room)) = timeout(state.deadline, room).await else {
+        let error = error(ErrorKind::Busy, "too many bytes of requests in flight")
+            .with("limit", MAX_BODIES)
+            .remedy("ask again later");
+        return refuse(StatusCode::SERVICE_UNAVAILABLE, error);
+    };
+    match timeout(BODY, axum::body::to_bytes(body, most)).await {
+        Ok(Ok(bytes)) => Ok((bytes, room)),
+        Ok(Err(cause)) => {
+            let why = "the body did not arrive, or is too long";
+            let error = error(ErrorKind::InvalidInput, why).with("max_bytes", most).source(cause);
+            refuse(StatusCode::BAD_REQUEST, error)
+        }
+        Err(_) => {
+            let error = error(ErrorKind::Timeout, "the body did not arrive in time")
+                .with("after", format_args!("{BODY:?}"));
+            refuse(StatusCode::REQUEST_TIMEOUT, error)
+        }
     }
 }
 
@@ -202,6 +255,10 @@ pub(super) fn refusal(error: &Error) -> Response {
         ErrorKind::Unsupported => StatusCode::BAD_REQUEST,
         _ => StatusCode::INTERNAL_SERVER_ERROR,
     };
+    refusal_as(status, error)
+}
+
+fn refusal_as(status: StatusCode, error: &Error) -> Response {
     let body = serde_json::json!({ "error": error.to_string() }).to_string();
     let mut response = (status, [(header::CONTENT_TYPE, "application/json")], body).into_response();
     if status == StatusCode::SERVICE_UNAVAILABLE {

@@ -1,0 +1,67 @@
+//! HTTP connections, bounded in number and in how long a request's head may take.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    server::graceful::GracefulShutdown,
+    service::TowerToHyperService,
+};
+use tokio::{net::TcpListener, sync::Semaphore, task::JoinSet, time::sleep};
+
+/// Connections at a time; more wait to be accepted.
+const CONNECTIONS: usize = 1024;
+/// Longest wait for the head of a request, also on a connection that was used before.
+const HEAD: Duration = Duration::from_secs(120);
+/// Pause after a connection could not be accepted, as when file descriptors have run out.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Serves until `end`, then lets requests in flight finish for at most `grace`. What is left then
+/// is cut off.
+pub(super) async fn serve(
+    listener: TcpListener,
+    app: Router,
+    end: impl Future<Output = ()>,
+    grace: Duration,
+) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    let graceful = GracefulShutdown::new();
+    let mut connections = JoinSet::new(); // aborts what is left when it is dropped
+    let mut end = std::pin::pin!(end);
+    loop {
+        let accepted = async {
+            let place = places.clone().acquire_owned().await.expect("never closed");
+            listener.accept().await.map(|(stream, _)| (place, stream))
+        };
+        tokio::select! {
+            () = &mut end => break,
+            Some(_) = connections.join_next() => {}
+            accepted = accepted => match accepted {
+                Ok((place, stream)) => {
+                    let _ = stream.set_nodelay(true); // slower without, never wrong
+                    let mut http = http1::Builder::new();
+                    http.timer(TokioTimer::new()).header_read_timeout(HEAD);
+                    let service = TowerToHyperService::new(app.clone());
+                    let connection = http.serve_connection(TokioIo::new(stream), service);
+                    let connection = graceful.watch(connection);
+                    connections.spawn(async move {
+                        if let Err(error) = connection.await {
+                            tracing::debug!(%error, "a connection ended badly");
+                        }
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a connection was not accepted");
+                    sleep(PAUSE).await;
+                }
+            },
+        }
+    }
+    drop(listener);
+    if tokio::time::timeout(grace, graceful.shutdown()).await.is_err() {
+        tracing::warn!("requests still in flight after {grace:?}; ending without them");
+    }
+}

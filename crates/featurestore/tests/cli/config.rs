@@ -1,0 +1,123 @@
+//! Settings as people give them: flags, environment, files.
+
+use std::io::Write;
+
+use crate::common::{Process, STEP, featurestore, run};
+
+fn file(text: &str) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    file.write_all(text.as_bytes()).expect("a writable file");
+    file
+}
+
+fn show(text: &str, environment: &[(&str, &str)]) -> (bool, String, String) {
+    let file = file(text);
+    let path = file.path().to_str().expect("UTF-8").to_owned();
+    let mut command = featurestore(&["config", "show", "--config", &path]);
+    command.envs(environment.iter().copied());
+    let ended = Process::start(command).end(STEP);
+    (ended.status.success(), ended.stdout, ended.stderr)
+}
+
+fn line<'a>(text: &'a str, setting: &str) -> &'a str {
+    text.lines()
+        .find(|line| line.split_whitespace().next() == Some(setting))
+        .unwrap_or_else(|| panic!("{setting} in {text}"))
+}
+
+#[test]
+fn every_value_is_shown_with_its_source() {
+    let text = "transport = \"tcp\"\nlease = \"5s\"\n";
+    let (ok, shown, errors) = show(text, &[("FEATURESTORE_LEASE", "7s")]);
+    assert!(ok, "{errors}");
+    for (setting, parts) in [
+        ("transport", &["tcp", "file"][..]),
+        ("lease", &["7s", "FEATURESTORE_LEASE"]),
+        ("deadline", &["30s", "default"]),
+        ("arena", &["-", "default"]),
+    ] {
+        for part in parts {
+            assert!(line(&shown, setting).contains(part), "{part}: {}", line(&shown, setting));
+        }
+    }
+}
+
+#[test]
+fn a_misspelt_key_names_the_nearest() {
+    let (ok, _, error) = show("lese = \"5s\"\n", &[]);
+    assert!(!ok);
+    assert!(error.contains("lese") && error.contains("did you mean lease"), "{error}");
+    let (ok, _, error) = show("lease = \"5s\"\nlease = \"6s\"\n", &[]);
+    assert!(!ok && error.contains("duplicate"), "{error}");
+}
+
+#[test]
+fn a_secret_is_never_shown() {
+    let (ok, shown, errors) = show("token = \"hush-hush-hush\"\n", &[]);
+    assert!(ok, "{errors}");
+    assert!(line(&shown, "token").contains("(set)"), "{shown}");
+    assert!(!shown.contains("hush") && !errors.contains("hush"));
+}
+
+#[test]
+fn a_bad_value_is_found_before_anything_starts() {
+    for (text, part) in [
+        ("arena = \"1.5e9\"", "arena"),
+        ("arena = -5", "arena"),
+        ("arena = \"0x10\"", "arena"),
+        ("http = \"::1\"", "http"),
+        ("control = \"127.0.0.1:123456\"", "control"),
+        ("advertise = \"2001:db8::zz\"", "advertise"),
+        ("allow = \"10.0.0.0/99\"", "allow"),
+        ("transport = \"rmda\"", "transport"),
+    ] {
+        let (ok, _, error) = show(text, &[]);
+        assert!(!ok, "{text}");
+        assert!(error.contains(part), "{text}: {error}");
+    }
+}
+
+#[test]
+fn names_of_transports_are_forgiving() {
+    for name in ["SHM", " shm ", "Shm"] {
+        let ended = run(&[
+            "pipeline",
+            "--samples",
+            "1",
+            "--hidden",
+            "8",
+            "--taps",
+            "1",
+            "--servers",
+            "1",
+            "--arena",
+            "4MiB",
+            "--quantum",
+            "1",
+            "--max-length",
+            "8",
+            "--transport",
+            name,
+        ]);
+        assert!(ended.status.success(), "{name:?}: {}", ended.stderr);
+    }
+    let ended = run(&["pipeline", "--transport", "shn"]);
+    assert_eq!(ended.status.code(), Some(2));
+    assert!(ended.stderr.contains("did you mean shm"), "{}", ended.stderr);
+}
+
+#[test]
+fn help_shows_every_command_with_examples() {
+    let ended = run(&["--help"]);
+    assert!(ended.status.success());
+    for part in ["pipeline", "capture-server", "config", "Examples", "Exit codes"] {
+        assert!(ended.stdout.contains(part), "{part} in {}", ended.stdout);
+    }
+    assert!(!ended.stdout.contains("trainer;"), "internal commands stay hidden");
+    for command in
+        [&["pipeline", "--help"][..], &["capture-server", "--help"], &["config", "--help"]]
+    {
+        assert!(run(command).status.success(), "{command:?}");
+    }
+    assert_eq!(run(&["pipelin"]).status.code(), Some(2));
+}

@@ -1,0 +1,126 @@
+//! Processes of the main job die: what is left is ended, in time, with the culprit's name.
+
+use std::{
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::common::{Process, arguments, children, eventually, featurestore, parent};
+
+/// Longest time from a death to the end of the job.
+const BOUND: Duration = Duration::from_secs(30);
+
+/// A job that takes minutes unless something ends it, with its children once they work.
+fn long_job() -> (Process, Vec<u32>) {
+    let mut command = featurestore(&[
+        "pipeline",
+        "--samples",
+        "200000",
+        "--hidden",
+        "64",
+        "--taps",
+        "1,2,3,4,5",
+        "--servers",
+        "2",
+        "--arena",
+        "16MiB",
+        "--quantum",
+        "4",
+        "--json",
+    ]);
+    command.stdin(Stdio::null());
+    let job = Process::start(command);
+    let mut found = Vec::new();
+    eventually("two servers and a trainer run", || {
+        found = children(job.id());
+        found.len() == 3 && found.iter().any(|&pid| arguments(pid).contains(" trainer"))
+    });
+    std::thread::sleep(Duration::from_millis(500)); // samples are on their way
+    (job, found)
+}
+
+fn pid(raw: u32) -> Pid {
+    Pid::from_raw(i32::try_from(raw).expect("a process id")).expect("not zero")
+}
+
+fn kill(of: &[u32], with: &str) -> u32 {
+    let victim = *of.iter().find(|&&pid| arguments(pid).contains(with)).expect("such a child");
+    kill_process(pid(victim), Signal::KILL).expect("the child runs");
+    victim
+}
+
+fn all_gone(children: &[u32]) {
+    eventually("no process of the job is left", || children.iter().all(|&c| parent(c).is_none()));
+}
+
+#[test]
+fn a_killed_server_ends_the_job_by_name() {
+    let (job, children) = long_job();
+    let victim = kill(&children, " capture-server");
+    let start = Instant::now();
+    let ended = job.end(BOUND);
+    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    assert!(
+        ended.stderr.contains("capture server"),
+        "{} after {:?}",
+        ended.stderr,
+        start.elapsed()
+    );
+    assert!(ended.stderr.contains(&victim.to_string()), "names pid {victim}: {}", ended.stderr);
+    assert_eq!(ended.stdout, "", "no report of a job that failed");
+    all_gone(&children);
+}
+
+#[test]
+fn a_killed_trainer_ends_the_job_by_name() {
+    let (job, children) = long_job();
+    kill(&children, " trainer");
+    let ended = job.end(BOUND);
+    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    assert!(ended.stderr.contains("trainer"), "{}", ended.stderr);
+    all_gone(&children);
+}
+
+#[test]
+fn an_interrupted_job_ends_everything_that_it_started() {
+    for signal in [Signal::INT, Signal::TERM] {
+        let (job, children) = long_job();
+        job.signal(signal);
+        let ended = job.end(BOUND);
+        assert!(!ended.status.success(), "{signal:?}: {ended:?}");
+        all_gone(&children);
+    }
+}
+
+#[test]
+fn a_killed_job_leaves_no_orphans() {
+    let (job, children) = long_job();
+    job.signal(Signal::KILL);
+    job.end(BOUND);
+    all_gone(&children);
+}
+
+#[test]
+fn a_stopped_trainer_does_not_make_memory_grow() {
+    let (job, children) = long_job();
+    let trainer = *children.iter().find(|&&c| arguments(c).contains(" trainer")).expect("it runs");
+    kill_process(pid(trainer), Signal::STOP).expect("the trainer runs");
+    std::thread::sleep(Duration::from_secs(2));
+    let before = resident(job.id());
+    std::thread::sleep(Duration::from_secs(2));
+    let grown = resident(job.id()).saturating_sub(before);
+    kill_process(pid(trainer), Signal::KILL).expect("the trainer is stopped");
+    assert!(grown < 8 << 20, "{grown} bytes in 2 s: results pile up in the producer");
+    let ended = job.end(BOUND);
+    assert_eq!(ended.status.code(), Some(1));
+    all_gone(&children);
+}
+
+/// Resident bytes of a process.
+fn resident(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process runs");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("it is listed");
+    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
+}

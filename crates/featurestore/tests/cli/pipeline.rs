@@ -1,0 +1,206 @@
+//! The main job from end to end, between real processes.
+
+use serde_json::Value;
+
+use crate::common::run;
+
+const SMALL: [&str; 13] = [
+    "pipeline",
+    "--hidden",
+    "64",
+    "--taps",
+    "5,19,33,47,61",
+    "--servers",
+    "2",
+    "--arena",
+    "16MiB",
+    "--quantum",
+    "3",
+    "--seed",
+    "42",
+];
+
+fn report(arguments: &[&str]) -> Value {
+    let ended = run(arguments);
+    assert!(ended.status.success(), "{arguments:?}: {}", ended.stderr);
+    assert_eq!(ended.stdout.trim_end().lines().count(), 1, "one object and nothing else");
+    serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {}", ended.stdout))
+}
+
+fn number(report: &Value, field: &str) -> u64 {
+    report[field].as_u64().unwrap_or_else(|| panic!("{field} in {report}"))
+}
+
+/// Every byte is accounted for: moved, compared, released, and the arenas are empty.
+fn check(report: &Value, samples: u64, bytes_per_token: u64) {
+    assert_eq!(number(report, "samples"), samples);
+    assert_eq!(number(report, "bytes"), number(report, "tokens") * bytes_per_token);
+    assert_eq!(number(report, "mismatches"), 0);
+    let servers = report["servers"].as_array().expect("a list");
+    let published: u64 = servers.iter().map(|s| number(s, "published_samples")).sum();
+    assert_eq!(published, samples, "{report}");
+    for server in servers {
+        assert_eq!(number(server, "published_samples"), number(server, "released_samples"));
+        assert_eq!(number(server, "arena_free_bytes"), number(server, "arena_bytes"));
+        assert_eq!(number(server, "arena_largest_free"), number(server, "arena_bytes"));
+        for zero in ["resident_samples", "reserved_bytes", "duplicate_frees"] {
+            assert_eq!(number(server, zero), 0, "{zero}: {report}");
+        }
+        assert!(server["host_payload_bytes"].is_u64(), "{server}");
+    }
+    for time in ["capture", "materialize", "pipeline"] {
+        let rate = report[&format!("{time}_samples_per_s")].as_f64();
+        assert!(rate.is_some_and(|rate| rate > 0.0), "{time}: {report}");
+    }
+    for seconds in
+        ["capture_elapsed_s", "materialize_active_s", "pipeline_elapsed_s", "cleanup_elapsed_s"]
+    {
+        assert!(report[seconds].as_f64().is_some_and(|s| s >= 0.0), "{seconds}: {report}");
+    }
+    let limit = 16 + 96; // MiB; the arena, and what a process may take beside it
+    for process in ["server", "trainer"] {
+        let peak = number(&report["peak_rss_bytes"], process) >> 20;
+        assert!((1..=limit).contains(&peak), "{process}: {peak} MiB");
+    }
+}
+
+#[test]
+fn samples_come_through_shared_memory_and_go() {
+    let report =
+        report(&[&SMALL[..], &["--samples", "8", "--transport", "shm", "--json"]].concat());
+    check(&report, 8, 6 * 64 * 2 + 16);
+    assert_eq!(report["transport"], "shm");
+    assert_eq!(report["verified_bytes"], report["bytes"]);
+    assert_eq!(report["host_payload_bytes"], 0, "views copy nothing: {report}");
+}
+
+#[test]
+fn samples_come_through_tcp_and_go() {
+    let report =
+        report(&[&SMALL[..], &["--samples", "8", "--transport", "tcp", "--json"]].concat());
+    check(&report, 8, 6 * 64 * 2 + 16);
+    assert_eq!(report["transport"], "tcp");
+    assert_eq!(report["verified_bytes"], report["bytes"]);
+    assert_eq!(report["host_payload_bytes"], report["bytes"], "each byte once: {report}");
+}
+
+#[test]
+fn the_plugin_form_and_the_automatic_choice_work_too() {
+    let report = report(&[&SMALL[..], &["--samples", "5", "--plugin", "--json"]].concat());
+    check(&report, 5, 6 * 64 * 2 + 16);
+    assert_eq!(report["transport"], "shm", "everything is on this host");
+}
+
+#[test]
+fn real_captures_reproduce_their_manifest() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+    for transport in ["shm", "tcp"] {
+        let report = report(
+            &[&SMALL[..], &["--input", folder, "--transport", transport, "--json"]].concat(),
+        );
+        check(&report, 3, 1920 * 2 + 384 * 2 + 16);
+        assert_eq!(number(&report, "tokens"), 5 + 8 + 10);
+        assert_eq!(report["verified_bytes"], report["bytes"]);
+    }
+}
+
+#[test]
+fn a_manifest_that_disagrees_is_a_wrong_result() {
+    let real = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for name in ["minilm-0000.safetensors", "minilm-0001.safetensors"] {
+        std::fs::copy(format!("{real}/{name}"), folder.path().join(name)).expect("a copy");
+    }
+    let manifest = std::fs::read_to_string(format!("{real}/manifest.json")).expect("text");
+    let mut manifest: Value = serde_json::from_str(&manifest).expect("JSON");
+    manifest["samples"][1]["tensors"]["loss_mask"]["sha256"] = "0".repeat(64).into();
+    std::fs::write(folder.path().join("manifest.json"), manifest.to_string()).expect("written");
+    let folder = folder.path().to_str().expect("UTF-8");
+    let ended = run(&[&SMALL[..], &["--input", folder, "--json"]].concat());
+    assert_eq!(ended.status.code(), Some(3), "{}", ended.stderr);
+    assert!(ended.stderr.contains("loss_mask"), "{}", ended.stderr);
+    let report: Value = serde_json::from_str(&ended.stdout).expect("the report all the same");
+    assert_eq!(number(&report, "mismatches"), 1);
+    assert_eq!(report["servers"][0]["resident_samples"], 0, "and everything is given back");
+}
+
+#[test]
+fn the_same_seed_moves_the_same_load() {
+    let of = |seed: &str| {
+        report(&[&SMALL[..11], &["--seed", seed, "--samples", "6", "--json"]].concat())
+    };
+    let (a, b, c) = (of("1"), of("1"), of("2"));
+    assert_eq!((&a["tokens"], &a["bytes"]), (&b["tokens"], &b["bytes"]));
+    assert_ne!(a["tokens"], c["tokens"]);
+}
+
+#[test]
+fn without_checks_nothing_is_verified() {
+    let report = report(&[&SMALL[..], &["--samples", "4", "--no-verify", "--json"]].concat());
+    check(&report, 4, 6 * 64 * 2 + 16);
+    assert_eq!(report["verified_bytes"], 0);
+}
+
+#[test]
+fn arenas_are_reused_many_times_over() {
+    // 60 samples of about 1 MiB through two arenas of 8 MiB.
+    let arguments = [
+        "pipeline",
+        "--hidden",
+        "64",
+        "--taps",
+        "1,2,3,4,5",
+        "--servers",
+        "2",
+        "--arena",
+        "8MiB",
+        "--quantum",
+        "4",
+        "--samples",
+        "60",
+        "--json",
+    ];
+    for transport in ["shm", "tcp"] {
+        let report = report(&[&arguments[..], &["--transport", transport]].concat());
+        check(&report, 60, 6 * 64 * 2 + 16);
+        assert!(number(&report, "bytes") > 2 * 2 * (8 << 20), "{report}");
+    }
+}
+
+#[test]
+fn a_person_gets_a_table_and_no_escape_codes_in_a_pipe() {
+    let ended = run(&[&SMALL[..], &["--samples", "3"]].concat());
+    assert!(ended.status.success(), "{}", ended.stderr);
+    for part in ["transport", "verified", "server 1", "peak memory"] {
+        assert!(ended.stdout.contains(part), "{part} in {}", ended.stdout);
+    }
+    assert!(!ended.stdout.contains('\x1b') && !ended.stderr.contains('\x1b'));
+    assert!(
+        ended.stderr.contains("available") && ended.stderr.contains("suitable"),
+        "why this transport: {}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn runs_that_could_never_end_are_refused_up_front() {
+    for (arguments, parts) in [
+        (
+            &["--quantum", "64", "--samples", "64", "--arena", "4MiB"][..],
+            &["quantum", "--arena"][..],
+        ),
+        (&["--arena", "64KiB", "--samples", "8"], &["larger than an arena", "--max-length"]),
+        (&["--servers", "0"], &["servers"]),
+        (&["--quantum", "0"], &["quantum"]),
+        (&["--concurrency", "0"], &["concurrency"]),
+        (&["--samples", "0"], &["samples"]),
+        (&["--input", "/nowhere"], &["/nowhere"]),
+    ] {
+        let fixed = ["pipeline", "--hidden", "64", "--taps", "1,2,3,4,5"];
+        let ended = run(&[&fixed[..], arguments].concat());
+        assert!(matches!(ended.status.code(), Some(1 | 2)), "{arguments:?}: {ended:?}");
+        for part in parts {
+            assert!(ended.stderr.contains(part), "{arguments:?}: {}", ended.stderr);
+        }
+    }
+}
