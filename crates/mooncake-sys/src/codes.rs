@@ -409,9 +409,7 @@ mod tests {
     fn every_state_ends_a_transfer_or_says_that_it_runs() {
         let kinds: Vec<_> = (0..9)
             .map(|raw| {
-                TransferState::from_raw(raw)
-                    .outcome("read")
-                    .map(|r| r.map_err(|e| e.kind()))
+                TransferState::from_raw(raw).outcome("read").map(|r| r.map_err(|e| e.kind()))
             })
             .collect();
         assert_eq!(

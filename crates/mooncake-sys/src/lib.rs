@@ -4,6 +4,7 @@
 //! - [`cabi`] (feature `mooncake`) serves them from C libraries that the dynamic loader opens;
 //! - [`python`] (feature `mooncake-python`) serves them from the official pip wheel, through an
 //!   interpreter that is embedded at run time;
+//! - [`master`] starts and ends a `mooncake_master` of one's own, for tests and single hosts;
 //! - [`StoreCode`], [`EngineCode`] and [`TransferState`] give Mooncake's numbers a name, a kind and
 //!   a verdict on trying again, and keep the numbers that they do not know.
 //!
@@ -20,14 +21,19 @@
 pub mod cabi;
 mod codes;
 mod engine;
+#[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
+mod loading;
+pub mod master;
 mod provider;
 #[cfg(feature = "mooncake-python")]
 pub mod python;
+#[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
 mod search;
 mod store;
 
 pub use codes::{EngineCode, StoreCode, TransferState};
 pub use engine::{EngineApi, EngineSetup, ReadPiece};
 pub use provider::{ProviderInfo, ProviderKind, StoreCapabilities};
+#[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
 pub use search::Search;
 pub use store::{GetItem, KeyResults, PutItem, ReplicaPolicy, StoreApi, StoreSetup};

@@ -96,8 +96,7 @@ pub(crate) fn distribution(site_packages: &Path) -> Option<(String, String)> {
     let entries = std::fs::read_dir(site_packages).ok()?;
     let mut found = entries.flatten().filter_map(|entry| {
         let name = entry.file_name();
-        let (package, version) =
-            name.to_str()?.strip_suffix(".dist-info")?.rsplit_once('-')?;
+        let (package, version) = name.to_str()?.strip_suffix(".dist-info")?.rsplit_once('-')?;
         package.contains("mooncake").then(|| (package.replace('_', "-"), version.to_owned()))
     });
     let first = found.next()?;
@@ -113,8 +112,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let packages = dir.path().join("lib/python3.11/site-packages");
         std::fs::create_dir_all(packages.join("mooncake")).unwrap();
-        assert_eq!(site_packages(Some(dir.path())), [packages.clone()]);
-        assert_eq!(site_packages(Some(&packages)), [packages.clone()], "named directly");
+        assert_eq!(site_packages(Some(dir.path())), std::slice::from_ref(&packages));
+        assert_eq!(site_packages(Some(&packages)), std::slice::from_ref(&packages), "directly");
         assert_eq!(distribution(&packages), None);
         std::fs::create_dir(packages.join("mooncake_transfer_engine-0.3.14.dist-info")).unwrap();
         assert_eq!(

@@ -6,6 +6,8 @@ use transport_core::{Error, ErrorKind, Result};
 
 use crate::{ProviderInfo, StoreCode};
 
+pub(crate) const SETUP: &str = "set up Mooncake Store";
+
 /// One answer per key, in the order of the keys.
 pub type KeyResults<T> = Vec<Result<T, StoreCode>>;
 
@@ -118,6 +120,28 @@ pub trait StoreApi: fmt::Debug + Send + Sync {
     fn close(&self) -> Result<()>;
 }
 
+/// Finds out within seconds whether anything listens at the master's address; Mooncake itself takes
+/// more than a minute to give up. Addresses of another form, such as `etcd://…`, are not probed.
+#[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
+pub(crate) fn probe_master(setup: &StoreSetup) -> Result<()> {
+    use std::net::{TcpStream, ToSocketAddrs};
+    let Ok(name) = setup.master.parse::<transport_core::SessionName>() else { return Ok(()) };
+    let gone = |why: std::io::Error| {
+        Error::new(ErrorKind::PeerGone, SETUP, "the master cannot be reached")
+            .with("master", &setup.master)
+            .source(why)
+            .remedy("check that mooncake_master runs and that its address is right")
+    };
+    let mut last = std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
+    for address in (name.host(), name.port()).to_socket_addrs().map_err(gone)?.take(4) {
+        match TcpStream::connect_timeout(&address, std::time::Duration::from_secs(3)) {
+            Ok(_) => return Ok(()),
+            Err(why) => last = why,
+        }
+    }
+    Err(gone(last))
+}
+
 /// Reads the answer of Mooncake's health check.
 #[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
 pub(crate) fn check_health(answer: i64) -> Result<()> {
@@ -130,6 +154,18 @@ pub(crate) fn check_health(answer: i64) -> Result<()> {
         other => Err(Error::new(ErrorKind::Unexpected, operation, "the client is not healthy")
             .with("code", other)),
     }
+}
+
+#[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
+pub(crate) fn setup_failed(code: StoreCode, setup: &StoreSetup, info: &ProviderInfo) -> Error {
+    code.error(SETUP)
+        .with("master", &setup.master)
+        .with("protocol", &setup.protocol)
+        .with("provider", info)
+        .remedy(
+            "check that the master runs and is reachable, and that host, protocol and devices \
+             exist; Mooncake's own log on standard error has the details",
+        )
 }
 
 /// How a client joins a cluster.
@@ -180,7 +216,7 @@ impl StoreSetup {
     /// Mooncake takes for another protocol without a word, and empty or NUL-bearing texts.
     pub fn check(&self) -> Result<()> {
         let bad = |what: &'static str, why: &'static str, found: &str| {
-            Err(Error::new(ErrorKind::ConfigInvalid, "set up Mooncake Store", why)
+            Err(Error::new(ErrorKind::ConfigInvalid, SETUP, why)
                 .with("setting", what)
                 .with("found", format_args!("{found:?}")))
         };

@@ -9,7 +9,7 @@ use std::{
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use transport_core::{Error, ErrorKind, Result, SessionName};
 
-use super::{Handle, LibraryOptions, c_text, closed, open, table};
+use super::{Handle, LibraryOptions, c_text, closed, info, open, table};
 use crate::{EngineApi, EngineCode, EngineSetup, ProviderInfo, ReadPiece, TransferState};
 
 const WHAT: &str = "Mooncake transfer engine library";
@@ -23,7 +23,7 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(40);
 type Engine = *mut c_void;
 
 #[repr(C)]
-struct RawRequest {
+pub(super) struct RawRequest {
     opcode: c_int,
     source: *mut c_void,
     target_id: i32,
@@ -32,13 +32,13 @@ struct RawRequest {
 }
 
 #[repr(C)]
-struct RawStatus {
+pub(super) struct RawStatus {
     status: c_int,
     transferred_bytes: u64,
 }
 
 #[repr(C)]
-struct RawBuffer {
+pub(super) struct RawBuffer {
     address: *mut c_void,
     length: usize,
 }
@@ -96,7 +96,7 @@ impl EngineLibrary {
     pub fn load(options: &LibraryOptions) -> Result<Self> {
         let opened = open(options, Self::VARIABLE, Self::FILE_NAME, WHAT)?;
         let table = EngineTable::resolve(&opened)?;
-        let info = opened.info(table.create as *mut ());
+        let info = info(&opened, table.create as *mut ());
         tracing::info!(provider = %info, "loaded Mooncake's transfer engine");
         Ok(Self { table, info })
     }
@@ -113,9 +113,8 @@ impl EngineLibrary {
         let protocol = c_text(START, "protocol", &setup.protocol)?;
         // SAFETY: NUL-terminated texts, which the library copies. 0 turns discovery off, so that
         // nothing but the transport below is installed.
-        let raw = unsafe {
-            (self.table.create)(metadata.as_ptr(), host.as_ptr(), host.as_ptr(), 0, 0)
-        };
+        let raw =
+            unsafe { (self.table.create)(metadata.as_ptr(), host.as_ptr(), host.as_ptr(), 0, 0) };
         if raw.is_null() {
             return Err(Error::new(ErrorKind::Unexpected, START, "the library gave no engine")
                 .with("local_host", &setup.local_host)
@@ -153,7 +152,7 @@ impl EngineLibrary {
 pub struct CEngine {
     table: EngineTable,
     info: ProviderInfo,
-    handle: RwLock<Option<Handle>>,          // calls read, close writes
+    handle: RwLock<Option<Handle>>, // calls read, close writes
     segments: Mutex<HashMap<SessionName, i32>>, // opened peers
 }
 

@@ -29,15 +29,18 @@ pub use engine::{CEngine, EngineLibrary};
 pub use store::{CStore, StoreLibrary};
 
 use std::{
-    ffi::{CString, OsStr},
+    ffi::CString,
     fmt,
     path::{Path, PathBuf},
 };
 
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use transport_core::{Error, ErrorKind, Result};
 
-use crate::{ProviderInfo, ProviderKind, Search, search};
+use crate::{
+    ProviderInfo, ProviderKind, Search,
+    loading::{Opened, Scope, open_file, preload, table},
+    search,
+};
 
 const LOAD: &str = "load Mooncake library";
 
@@ -66,12 +69,6 @@ impl LibraryOptions {
     }
 }
 
-/// A library that stays open for good, and the file it came from.
-struct Opened {
-    library: &'static Library,
-    file: PathBuf,
-}
-
 /// Finds and opens a library as the module says.
 fn open(
     options: &LibraryOptions,
@@ -80,13 +77,7 @@ fn open(
     what: &'static str,
 ) -> Result<Opened> {
     let remedy = "set the variable to the file of the library, or install a package that brings it";
-    for path in &options.preload {
-        open_file(path).map_err(|why| {
-            let mut search = Search::default();
-            search.missed(path.display(), why);
-            search.error(LOAD, "library to load first", "name a file that the loader can open")
-        })?;
-    }
+    preload(&options.preload)?;
     let mut search = Search::default();
     let named = match &options.path {
         Some(path) => Some(path.clone()),
@@ -96,7 +87,7 @@ fn open(
         }
     };
     if let Some(path) = named {
-        return match open_file(&path) {
+        return match open_file(&path, Scope::Local) {
             Ok(library) => Ok(Opened { library, file: path }),
             Err(why) => {
                 search.missed(path.display(), why);
@@ -115,12 +106,12 @@ fn open(
             search.missed(path.display(), "no such file");
             continue;
         }
-        match open_file(&path) {
+        match open_file(&path, Scope::Local) {
             Ok(library) => return Ok(Opened { library, file: path }),
             Err(why) => search.missed(path.display(), why),
         }
     }
-    match open_file(Path::new(file_name)) {
+    match open_file(Path::new(file_name), Scope::Local) {
         Ok(library) => Ok(Opened { library, file: file_name.into() }),
         Err(why) => {
             search.missed(format_args!("{file_name} in the loader's path"), why);
@@ -129,42 +120,23 @@ fn open(
     }
 }
 
-fn open_file(path: &Path) -> Result<&'static Library, libloading::Error> {
-    // SAFETY: opening runs the library's initialisers. Which file that is was the choice of who set
-    // the path or installed the package; nothing here can check more.
-    let library = unsafe { Library::open(Some::<&OsStr>(path.as_ref()), RTLD_NOW | RTLD_LOCAL) }?;
-    Ok(Box::leak(Box::new(library)))
+/// Text for a C function.
+fn c_text(operation: &'static str, what: &'static str, text: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| {
+        Error::new(ErrorKind::InvalidInput, operation, format!("the {what} holds a NUL"))
+            .with("found", format_args!("{text:?}"))
+    })
 }
 
-impl Opened {
-    /// Address of a function that must be there.
-    fn function(&self, name: &'static str, what: &'static str) -> Result<*mut ()> {
-        self.optional(name).ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, LOAD, format!("the library is not a {what}"))
-                .with("file", self.file.display())
-                .with("missing_symbol", name)
-                .remedy("name the file of a library with this interface")
-        })
-    }
-
-    /// Address of a function that may be there.
-    fn optional(&self, name: &'static str) -> Option<*mut ()> {
-        // SAFETY: only the address is taken; whoever calls it states its type.
-        let symbol = unsafe { self.library.get::<*mut ()>(name.as_bytes()) }.ok()?;
-        let address = symbol.into_raw().cast::<()>();
-        (!address.is_null()).then_some(address)
-    }
-
-    /// File and version, the file as the system has it mapped.
-    fn info(&self, function: *mut ()) -> ProviderInfo {
-        let file = mapped_file(function as usize).unwrap_or_else(|| self.file.clone());
-        let version = file
-            .parent()
-            .and_then(Path::parent)
-            .and_then(search::distribution)
-            .map(|(package, version)| format!("{version} [{package}]"));
-        ProviderInfo::new(ProviderKind::CLibrary, file).version(version)
-    }
+/// File and version of an opened library, the file as the system has it mapped.
+fn info(opened: &Opened, function: *mut ()) -> ProviderInfo {
+    let file = mapped_file(function as usize).unwrap_or_else(|| opened.file.clone());
+    let version = file
+        .parent()
+        .and_then(Path::parent)
+        .and_then(search::distribution)
+        .map(|(package, version)| format!("{version} [{package}]"));
+    ProviderInfo::new(ProviderKind::CLibrary, file).version(version)
 }
 
 /// The file that is mapped at an address.
@@ -177,69 +149,6 @@ fn mapped_file(address: usize) -> Option<PathBuf> {
         let end = usize::from_str_radix(end, 16).ok()?;
         let path = &rest[rest.find('/')?..];
         (start..end).contains(&address).then(|| PathBuf::from(path))
-    })
-}
-
-/// Declares a table of C functions: one field each, resolved by name.
-macro_rules! table {
-    (
-        $(#[$doc:meta])* $name:ident is $what:literal;
-        needed { $(
-            $field:ident = $symbol:literal: fn($($argument:ty),* $(,)?) $(-> $answer:ty)?;
-        )* }
-        optional { $(
-            $maybe:ident = $maybe_symbol:literal:
-                fn($($maybe_argument:ty),* $(,)?) $(-> $maybe_answer:ty)?;
-        )* }
-    ) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy)]
-        struct $name {
-            $($field: unsafe extern "C" fn($($argument),*) $(-> $answer)?,)*
-            $($maybe: Option<unsafe extern "C" fn($($maybe_argument),*) $(-> $maybe_answer)?>,)*
-        }
-
-        impl $name {
-            fn resolve(opened: &$crate::cabi::Opened) -> transport_core::Result<Self> {
-                Ok(Self {
-                    $($field: {
-                        let address = opened.function($symbol, $what)?;
-                        // SAFETY: the symbol has this name in the header that the table is written
-                        // from, and there it has this type.
-                        unsafe {
-                            std::mem::transmute::<
-                                *mut (),
-                                unsafe extern "C" fn($($argument),*) $(-> $answer)?,
-                            >(address)
-                        }
-                    },)*
-                    $($maybe: opened.optional($maybe_symbol).map(|address| {
-                        // SAFETY: as above.
-                        unsafe {
-                            std::mem::transmute::<
-                                *mut (),
-                                unsafe extern "C" fn($($maybe_argument),*) $(-> $maybe_answer)?,
-                            >(address)
-                        }
-                    }),)*
-                })
-            }
-        }
-
-        impl std::fmt::Debug for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.debug_struct(stringify!($name)).finish_non_exhaustive()
-            }
-        }
-    };
-}
-use table;
-
-/// Text for a C function.
-fn c_text(operation: &'static str, what: &'static str, text: &str) -> Result<CString> {
-    CString::new(text).map_err(|_| {
-        Error::new(ErrorKind::InvalidInput, operation, format!("the {what} holds a NUL"))
-            .with("found", format_args!("{text:?}"))
     })
 }
 

@@ -9,21 +9,21 @@ use std::{
 use parking_lot::{RwLock, RwLockReadGuard};
 use transport_core::{Error, ErrorKind, Result};
 
-use super::{Handle, LibraryOptions, Opened, c_text, closed, open, table};
+use super::{Handle, LibraryOptions, Opened, c_text, closed, info, open, table};
 use crate::{
     GetItem, KeyResults, ProviderInfo, PutItem, ReplicaPolicy, StoreApi, StoreCapabilities,
     StoreCode, StoreSetup,
+    store::{SETUP, probe_master, setup_failed},
 };
 
 const WHAT: &str = "Mooncake Store library";
-const SETUP: &str = "set up Mooncake Store";
 /// How long `close` waits for running calls before it gives up; Mooncake's own timeout is 30 s.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(40);
 
 type Store = *mut c_void;
 
 #[repr(C)]
-struct RawReplicaConfig {
+pub(super) struct RawReplicaConfig {
     replica_num: usize,
     with_soft_pin: c_int,
     with_hard_pin: c_int,
@@ -42,7 +42,8 @@ const _: () = {
     assert!(size_of::<c_int>() == 4);
 };
 
-type SetupFn = (*const c_char, *const c_char, u64, u64, *const c_char, *const c_char, *const c_char);
+type SetupFn =
+    (*const c_char, *const c_char, u64, u64, *const c_char, *const c_char, *const c_char);
 const _: () = assert!(size_of::<SetupFn>() == 56, "every argument of setup is a word");
 
 table! {
@@ -85,7 +86,7 @@ impl StoreLibrary {
         let opened: Opened = open(options, Self::VARIABLE, Self::FILE_NAME, WHAT)?;
         let table = StoreTable::resolve(&opened)?;
         let capabilities = StoreCapabilities::default().tenants(table.setup_with_tenant.is_some());
-        let info = opened.info(table.create as *mut ()).store(capabilities);
+        let info = info(&opened, table.create as *mut ()).store(capabilities);
         tracing::info!(provider = %info, "loaded Mooncake Store");
         Ok(Self { table, info })
     }
@@ -98,6 +99,7 @@ impl StoreLibrary {
     /// Joins a cluster.
     pub fn connect(&self, setup: &StoreSetup) -> Result<CStore> {
         setup.check()?;
+        probe_master(setup)?;
         let text = |what, value: &str| c_text(SETUP, what, value);
         let host = text("local host", &setup.local_host)?;
         let metadata = text("metadata address", &setup.metadata)?;
@@ -140,17 +142,6 @@ impl StoreLibrary {
         StoreCode::check(code.into()).map_err(|code| setup_failed(code, setup, &self.info))?;
         Ok(store)
     }
-}
-
-pub(crate) fn setup_failed(code: StoreCode, setup: &StoreSetup, info: &ProviderInfo) -> Error {
-    code.error(SETUP)
-        .with("master", &setup.master)
-        .with("protocol", &setup.protocol)
-        .with("provider", info)
-        .remedy(
-            "check that the master runs and is reachable, and that host, protocol and devices \
-             exist; Mooncake's own log on standard error has the details",
-        )
 }
 
 /// A store client of a C library.
@@ -325,8 +316,7 @@ impl StoreApi for CStore {
             .map(|key| {
                 let key = c_text("remove", "key", key)?;
                 // SAFETY: a live handle and a NUL-terminated text.
-                let code =
-                    unsafe { (self.table.remove)(live.raw(), key.as_ptr(), force.into()) };
+                let code = unsafe { (self.table.remove)(live.raw(), key.as_ptr(), force.into()) };
                 Ok(StoreCode::check(code.into()))
             })
             .collect()
