@@ -4,16 +4,21 @@
 //! - tensors: [`Dtype`], [`TensorMeta`], [`Tensor`];
 //! - memory: [`RegionMut`], [`RegionSlice`];
 //! - the contract: [`Transport`], and [`Error`], which says what failed and what to do;
+//! - the reference: [`MemoryTransport`];
 //! - the proof: [`conformance`], the suite that every transport passes.
 #![deny(unsafe_code)] // but for `memory`
 
 mod bytesize;
 pub mod conformance;
+mod deadline;
 mod descriptor;
 mod dtype;
 mod error;
+pub mod layers;
 pub mod memory;
+pub mod memory_transport;
 mod names;
+pub mod registry;
 mod rng;
 mod session;
 mod transport;
@@ -23,6 +28,7 @@ pub use descriptor::{ArenaLocation, Descriptor, FeatureDescriptor, Location, Tok
 pub use dtype::{Dtype, TensorMeta};
 pub use error::{Error, ErrorKind, ErrorStatus, Result};
 pub use memory::{RegionKind, RegionMut, RegionSlice};
+pub use memory_transport::MemoryTransport;
 pub use names::{
     ArenaOffset, ClientId, Epoch, FeatureName, Generation, MAX_KEY_BYTES, ObjectKey, RemoteAddr,
     SampleId, SampleKey, Sequence, StoreId,

@@ -14,10 +14,14 @@ use std::{
     fmt,
     ops::Range,
     ptr::NonNull,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+    time::Duration,
 };
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, ReadyEvent, Result};
 
 /// Where bytes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -188,6 +192,62 @@ impl RegionMut {
     }
 }
 
+impl RegionMut {
+    /// Host memory that says it is device memory: what a transport without device support must
+    /// refuse, for the conformance suite.
+    pub(crate) fn pretended_device(len: usize) -> Result<Self> {
+        let region = Self::zeroed(len)?;
+        Ok(Self(Span { kind: RegionKind::Cuda { device: 0 }, ..region.0 }))
+    }
+}
+
+/// A source whose bytes arrive when its ready event is waited for, for the conformance suite.
+///
+/// The slice shows zeros before. The contract forbids reading it before [`ReadyEvent::wait`]
+/// returns; a transport that does so sees the zeros and fails its case.
+pub(crate) struct LateSource {
+    region: RegionSlice,
+    bytes: Vec<u8>,
+    delay: Duration,
+}
+
+impl LateSource {
+    /// A source of `bytes`, which take `delay` to arrive.
+    pub(crate) fn new(bytes: Vec<u8>, delay: Duration) -> Result<Self> {
+        Ok(Self { region: RegionMut::zeroed(bytes.len())?.freeze(), bytes, delay })
+    }
+
+    /// The memory that the bytes arrive in.
+    pub(crate) fn region(&self) -> RegionSlice {
+        self.region.clone()
+    }
+}
+
+impl ReadyEvent for LateSource {
+    fn wait(&self, timeout: Duration) -> Result<()> {
+        std::thread::sleep(self.delay.min(timeout));
+        if self.delay > timeout {
+            return Err(Error::new(ErrorKind::Timeout, "wait for source", "not ready in time"));
+        }
+        for (at, &byte) in self.bytes.iter().enumerate() {
+            // SAFETY: `at < bytes.len() == region.len()`, so the address stays inside.
+            let place = unsafe { self.region.0.start.add(at) };
+            // SAFETY: the byte is allocated, initialised heap memory that `region` keeps alive, and
+            // is at all times written atomically, here. Whoever keeps the contract reads it only
+            // after this function returned.
+            let place = unsafe { AtomicU8::from_ptr(place.as_ptr()) };
+            place.store(byte, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for LateSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LateSource").field("len", &self.bytes.len()).finish_non_exhaustive()
+    }
+}
+
 impl RegionSlice {
     /// Wraps memory that something else allocated and that is only read from here on.
     ///
@@ -293,7 +353,7 @@ impl fmt::Debug for RegionSlice {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
 

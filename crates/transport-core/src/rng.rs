@@ -21,6 +21,11 @@ impl SplitMix64 {
     pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
+
+    /// Uniform in `0 .. bound`, but for a bias that no test can see. `bound` is not 0.
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+    }
 }
 
 /// A seed from the operating system.
@@ -40,5 +45,6 @@ mod tests {
         assert_eq!(rng.next(), 6_457_827_717_110_365_317);
         assert_eq!(rng.next(), 3_203_168_211_198_807_973);
         assert!((0..1000).all(|_| (0.0..1.0).contains(&rng.unit())));
+        assert!((0..1000).all(|_| rng.below(3) < 3));
     }
 }

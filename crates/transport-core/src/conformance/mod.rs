@@ -1,6 +1,31 @@
 //! The conformance suite: what every [`Transport`] must do, as cases that anybody can run.
 //!
-//! Implement [`Harness`], which makes a fresh publisher and consumer, and run the suite over it.
+//! Implement [`Harness`], which makes a fresh publisher and consumer, and run the suite over it:
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use transport_core::{MemoryTransport, Result, Transport, conformance::{self, Harness, Pair, Setup}};
+//! #[derive(Debug)]
+//! struct Memory;
+//!
+//! #[async_trait::async_trait]
+//! impl Harness for Memory {
+//!     fn name(&self) -> String {
+//!         "memory".into()
+//!     }
+//!
+//!     async fn pair(&self, setup: &Setup) -> Result<Pair> {
+//!         let publisher = MemoryTransport::builder().arena_bytes(setup.arena_bytes).build()?;
+//!         let consumer = publisher.client();
+//!         Ok(Pair::new(Arc::new(publisher), Arc::new(consumer)))
+//!     }
+//! }
+//!
+//! # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+//! let case = conformance::case("empty_calls_do_nothing").expect("a case of the suite");
+//! assert_eq!(case.run(&Memory).await, conformance::Outcome::Passed);
+//! # });
+//! ```
 //!
 //! [`run_all`] runs everything and returns a [`Report`]; [`conformance_tests!`] makes one test
 //! function per case. A case that needs what the transport or the harness lacks is reported as not
@@ -12,9 +37,17 @@
 //! Cases run one after the other, each with a pair of its own and within
 //! [`Harness::case_timeout`]. A panic in a case is a failure of that case.
 
+mod capacity;
+mod concurrency;
 mod context;
+mod destinations;
 mod lifecycle;
+mod peers;
+mod publishing;
+mod releasing;
 mod report;
+mod round_trip;
+mod staleness;
 mod suite;
 
 pub use report::{CaseReport, Outcome, Report};
