@@ -1,1 +1,34 @@
-//! Placeholder
+//! The arena of a capture server: ranges, keys and lifetimes in one block of memory.
+//!
+//! [`Arena`] is the handle to the one thread that owns the books ([`CaptureArena`]): samples are
+//! reserved there, filled by their writers, and published; clients hold and free them; peers read
+//! them through the [`ExportTable`]. [`Backing`] is the memory itself, private or shared with other
+//! processes, and [`RegionPool`] hands out receive and buffer memory from the same allocator.
+#![deny(unsafe_code)] // but for `backing`
+
+mod arena;
+mod backing;
+mod export;
+mod fit;
+mod limits;
+#[cfg(all(test, not(loom)))]
+mod oracle;
+mod owner;
+mod pin;
+mod pool;
+mod reservation;
+mod suballoc;
+
+pub use arena::{
+    ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList,
+    PlannedObject, PlannedSample, Ticket,
+};
+pub use backing::{Backing, MappedBacking, SharedHandle};
+pub use export::{ExportError, ExportTable, Pin, PinnedRange};
+pub use fit::FitSubAllocator;
+pub use owner::{Arena, ArenaConfig, BaseAddress, FreeRequest, HoldRequest, ReserveOptions};
+pub use pool::{PoolStats, Quarantined, RegionPool};
+pub use reservation::{
+    PublishedObject, PublishedSample, Reservation, ReservedObject, ReservedSample, SamplePlan,
+};
+pub use suballoc::{ArenaRange, NoRoom, NoRoomCause, SpaceReport, SubAllocator, UNIT, footprint};

@@ -1,0 +1,311 @@
+//! The bookkeeping of an arena: which key lies where, who holds it, and when its range comes back.
+//!
+//! Pure: one thread, no I/O, no clock. Times are passed in, and what has to happen elsewhere is
+//! returned. The owner thread ([`crate::Arena`]) drives it; so do the property tests.
+//!
+//! States of an object: *filling* (range taken, a writer may be at it) → *published* (readable) →
+//! *draining* (freed or replaced, but still held or being read) → its range is free.
+
+mod batch;
+mod clients;
+mod health;
+mod objects;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use slab::Slab;
+use transport_core::{ArenaOffset, ClientId, Error, ErrorKind, RemoteAddr, Result, Sequence};
+
+use crate::{
+    ExportError,
+    export::{ExportIndex, Pin},
+    fit::FitSubAllocator,
+    suballoc::{ArenaRange, SubAllocator},
+};
+use batch::{Batch, Waiting};
+pub use batch::{BatchPlan, Grant, PlannedObject, PlannedSample, Ticket};
+use clients::Clients;
+pub use health::ArenaHealth;
+use health::Counts;
+use objects::Holders;
+pub use objects::{FreeOutcome, HoldOutcome, ObjectList};
+
+/// Names, ranges and lifetimes of the objects in one block of memory.
+#[derive(Debug)]
+pub struct CaptureArena {
+    space: FitSubAllocator,
+    freed: u64, // ranges ever given back: tells whether another attempt can succeed
+    keys: HashMap<Arc<str>, Lives>,
+    draining: HashMap<Arc<str>, Vec<u32>>, // lives that are only there for their holders
+    objects: Slab<Object>,
+    samples: Slab<Sample>,
+    batches: Slab<Batch>,
+    waiting: VecDeque<Waiting>,
+    remembered: HashMap<u32, Vec<Option<u32>>>, // frees of filling objects, by client
+    clients: Clients,
+    index: Arc<ExportIndex>,
+    last_seq: u64,
+    counts: Counts,
+    closed: bool,
+}
+
+/// What lives under a key.
+#[derive(Clone, Copy, Debug, Default)]
+struct Lives {
+    current: Option<Id>,
+    filling: Option<Id>, // the newest; older ones were superseded
+}
+
+/// Index of an object, off by one so that `Option<Id>` takes four bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Id(std::num::NonZeroU32);
+
+#[derive(Debug)]
+struct Object {
+    key: Arc<str>,
+    range: Option<ArenaRange>, // none without bytes
+    seq: Sequence,             // 0 while filling
+    holders: Holders,
+    sample: u32,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Filling,
+    Published,
+    /// Nobody new gets it; readable for its holders.
+    Held,
+    /// Nobody gets it; the range comes back with the last running read.
+    Read,
+}
+
+#[derive(Debug)]
+struct Sample {
+    since: Instant, // reserved, then published
+    live: u32,      // objects that still take part in the accounts
+    published: bool,
+}
+
+impl CaptureArena {
+    /// Keeps the books of `capacity` bytes, rounded down to whole units of 512.
+    ///
+    /// `default_lease` is for holders that have not announced themselves. Fails for no units and
+    /// for more than 2 TiB.
+    pub fn new(capacity: u64, default_lease: Duration) -> Result<Self> {
+        Self::with_index(capacity, default_lease, Arc::new(ExportIndex::new(|_| {})))
+    }
+
+    /// As [`Self::new`], telling `reclaim` about retired objects whose last read has ended; it has
+    /// to pass them to [`Self::reclaim`].
+    pub fn with_reclaim(
+        capacity: u64,
+        default_lease: Duration,
+        reclaim: impl Fn(u32) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        Self::with_index(capacity, default_lease, Arc::new(ExportIndex::new(reclaim)))
+    }
+
+    fn with_index(capacity: u64, default_lease: Duration, index: Arc<ExportIndex>) -> Result<Self> {
+        let invalid = |why| Error::new(ErrorKind::ConfigInvalid, "create arena", why);
+        let space = FitSubAllocator::new(capacity)
+            .ok_or_else(|| invalid("an arena has at most 2 TiB").with("requested", capacity))?;
+        if space.report().capacity == 0 {
+            return Err(invalid("an arena has at least 512 bytes").with("requested", capacity));
+        }
+        Ok(Self {
+            space,
+            freed: 0,
+            keys: HashMap::new(),
+            draining: HashMap::new(),
+            objects: Slab::new(),
+            samples: Slab::new(),
+            batches: Slab::new(),
+            waiting: VecDeque::new(),
+            remembered: HashMap::new(),
+            clients: Clients::new(default_lease),
+            index,
+            last_seq: 0,
+            counts: Counts::default(),
+            closed: false,
+        })
+    }
+
+    pub(crate) fn index(&self) -> &Arc<ExportIndex> {
+        &self.index
+    }
+
+    /// Keeps `len` bytes at `offset` from being reused until the returned guard is dropped.
+    pub fn pin(&self, offset: ArenaOffset, len: u64) -> Result<Pin, ExportError> {
+        let refuse = |reason| ExportError { address: RemoteAddr(offset.0), len, reason };
+        self.index.pin(offset.0, len).map_err(refuse)
+    }
+
+    /// When [`Self::poll`] has something to do even if nothing else happens.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let waiting = self.waiting.iter().map(|w| w.deadline);
+        waiting.chain(self.clients.next_expiry()).min()
+    }
+
+    /// Ends overdue leases, places waiting batches in order, and gives up on overdue ones.
+    pub fn poll(&mut self, now: Instant) -> Vec<(Ticket, Result<Grant>)> {
+        while let Some(client) = self.clients.pop_expired(now) {
+            self.let_go(client, true);
+        }
+        if self.waiting.is_empty() { Vec::new() } else { self.poll_waiting(now) }
+    }
+
+    /// Refuses new batches and returns the waiting ones, which now fail.
+    pub fn close(&mut self) -> Vec<Ticket> {
+        self.closed = true;
+        self.waiting.drain(..).map(|w| w.ticket).collect()
+    }
+
+    /// A client has announced itself or sent anything: it is connected, and its holds live on.
+    pub fn client_seen(&mut self, client: &ClientId, lease: Duration, now: Instant) {
+        self.clients.seen(client, lease, now);
+    }
+
+    /// A client's last connection is gone: its holds live for one more lease.
+    pub fn client_lost(&mut self, client: &ClientId, now: Instant) {
+        self.clients.lost(client, now);
+    }
+
+    /// A client says goodbye: its holds end now.
+    pub fn client_bye(&mut self, client: &ClientId) {
+        if let Some(index) = self.clients.remove(client) {
+            self.let_go(index, false);
+        }
+    }
+
+    /// The last running read of a retired object has ended.
+    pub fn reclaim(&mut self, object: u32) {
+        if self.objects.get(object as usize).is_some_and(|o| o.state == State::Read) {
+            self.release(object);
+        }
+    }
+
+    /// Frees one life: nobody new gets it, and its range comes back when nobody uses it any more.
+    fn retire(&mut self, id: u32) {
+        let object = &mut self.objects[id as usize];
+        debug_assert_eq!(object.state, State::Published);
+        object.state = State::Held;
+        let key = object.key.clone();
+        let held = object.holders.any_active();
+        if let Some(lives) = self.keys.get_mut(&key) {
+            if lives.current == Some(Id::new(id)) {
+                lives.current = None;
+            }
+            if lives.filling.is_none() && lives.current.is_none() {
+                self.keys.remove(&key);
+            }
+        }
+        if held {
+            self.draining.entry(key).or_default().push(id);
+        } else {
+            self.withdraw(id);
+        }
+    }
+
+    /// Stops reads of a life that nobody holds.
+    fn withdraw(&mut self, id: u32) {
+        let object = &mut self.objects[id as usize];
+        object.state = State::Read;
+        let idle = object.range.as_ref().is_none_or(|range| self.index.retire(range.offset()));
+        if idle {
+            self.release(id);
+        }
+    }
+
+    /// Gives the range of a life back, and the sample's memory is counted as released with its
+    /// last object.
+    fn release(&mut self, id: u32) {
+        let object = self.objects.remove(id as usize);
+        let bytes = object.range.as_ref().map_or(0, ArenaRange::len);
+        if let Some(range) = object.range {
+            self.space.free(range);
+        }
+        self.freed += 1;
+        self.counts.resident_objects -= 1;
+        self.counts.resident_bytes -= bytes;
+        let sample = &mut self.samples[object.sample as usize];
+        sample.live -= 1;
+        if sample.live == 0 {
+            self.samples.remove(object.sample as usize);
+            self.counts.resident_samples -= 1;
+            self.counts.released_samples += 1;
+        }
+    }
+
+    /// Ends one hold; if it was the last, what nobody holds any more is freed.
+    fn end_hold(&mut self, id: u32, client: u32) {
+        let object = &mut self.objects[id as usize];
+        if !object.holders.release(client) {
+            return;
+        }
+        self.clients.count(client, -1);
+        if object.holders.any_active() {
+            return;
+        }
+        match object.state {
+            State::Published => self.retire(id),
+            State::Held => {
+                let key = object.key.clone();
+                if let Some(lives) = self.draining.get_mut(&key) {
+                    lives.retain(|&life| life != id);
+                    if lives.is_empty() {
+                        self.draining.remove(&key);
+                    }
+                }
+                self.withdraw(id);
+            }
+            State::Filling | State::Read => unreachable!("neither is ever held"),
+        }
+    }
+
+    /// Ends every hold of a client whose record is already gone.
+    fn let_go(&mut self, client: clients::Gone, expired: bool) {
+        if client.held == 0 {
+            return;
+        }
+        let held: Vec<u32> = self
+            .objects
+            .iter()
+            .filter(|(_, object)| object.holders.is_active(client.index))
+            .map(|(id, _)| id as u32)
+            .collect();
+        let mut lost = std::collections::HashSet::new();
+        for id in held {
+            let object = &self.objects[id as usize];
+            if object.holders.active() == 1 {
+                lost.insert(object.sample);
+            }
+            self.end_hold(id, client.index);
+        }
+        if expired {
+            self.counts.lease_expired_samples += lost.len() as u64;
+        }
+    }
+}
+
+impl Object {
+    fn first_holder(&self) -> Option<u32> {
+        self.holders.active_clients().next()
+    }
+}
+
+impl Id {
+    fn new(index: u32) -> Self {
+        Self(std::num::NonZeroU32::MIN.saturating_add(index))
+    }
+
+    fn index(self) -> u32 {
+        self.0.get() - 1
+    }
+}

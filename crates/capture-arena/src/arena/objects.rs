@@ -1,0 +1,280 @@
+//! Frees and holds: what clients may say about published objects.
+
+use std::time::Instant;
+
+use transport_core::{ClientId, Sequence};
+
+use super::{CaptureArena, Id, State};
+
+/// Keys, each with the life that is meant if the sender knows it. One allocation for all texts.
+#[derive(Clone, Debug, Default)]
+pub struct ObjectList {
+    text: String,
+    entries: Vec<(u32, Option<Sequence>)>, // end of the key in `text`
+}
+
+/// What became of a free. Indices into its list; all others were let go by this call.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FreeOutcome {
+    /// Were gone before.
+    pub gone: Vec<u32>,
+    /// Live on in a newer life, which was left alone.
+    pub stale: Vec<u32>,
+}
+
+/// What became of a claim. Indices into its list; all others are held now.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HoldOutcome {
+    /// Are gone, or on their way out.
+    pub gone: Vec<u32>,
+    /// Live on in a newer life, which was left alone.
+    pub stale: Vec<u32>,
+}
+
+enum Freed {
+    Yes,
+    Gone,
+    Stale,
+}
+
+impl CaptureArena {
+    /// Ends the client's claims on these objects, and frees what nobody else holds.
+    ///
+    /// An object that others hold stays published if the client was one of its holders; if it was
+    /// not, the object drains: nobody new may claim it, and it goes with the last holder. Of a key
+    /// that is still being filled, the free is remembered until it is published.
+    pub fn free(&mut self, client: Option<&ClientId>, objects: &ObjectList) -> FreeOutcome {
+        let client = client.and_then(|c| self.clients.index(c));
+        let mut outcome = FreeOutcome::default();
+        for (i, (key, seq)) in objects.iter().enumerate() {
+            match self.free_one(client, key, seq) {
+                Freed::Yes => {}
+                Freed::Gone => {
+                    self.counts.duplicate_frees += 1;
+                    outcome.gone.push(i as u32);
+                }
+                Freed::Stale => {
+                    self.counts.stale_frees += 1;
+                    outcome.stale.push(i as u32);
+                }
+            }
+        }
+        outcome
+    }
+
+    /// Claims published objects for a client, which becomes known if it was not.
+    pub fn hold(&mut self, client: &ClientId, objects: &ObjectList, now: Instant) -> HoldOutcome {
+        let client = self.clients.known(client, now);
+        let mut outcome = HoldOutcome::default();
+        for (i, (key, seq)) in objects.iter().enumerate() {
+            match self.keys.get(key).and_then(|lives| lives.current) {
+                None => outcome.gone.push(i as u32),
+                Some(id) if seq.is_some_and(|s| s != self.object(id).seq) => {
+                    outcome.stale.push(i as u32);
+                }
+                Some(id) => self.add_hold(id.index(), client),
+            }
+        }
+        self.clients.drop_if_idle(client);
+        outcome
+    }
+
+    pub(super) fn add_hold(&mut self, id: u32, client: u32) {
+        if self.objects[id as usize].holders.claim(client) {
+            self.clients.count(client, 1);
+        }
+    }
+
+    fn object(&self, id: Id) -> &super::Object {
+        &self.objects[id.index() as usize]
+    }
+
+    fn free_one(&mut self, client: Option<u32>, key: &str, seq: Option<Sequence>) -> Freed {
+        let lives = self.keys.get(key).copied().unwrap_or_default();
+        let current = lives.current.map(Id::index);
+        let is_current =
+            current.filter(|&id| seq.is_none_or(|s| s == self.objects[id as usize].seq));
+        let hold = |id: u32| client.and_then(|c| self.objects[id as usize].holders.get(c));
+        if let (Some(id), Some(client)) = (is_current, client) {
+            match hold(id) {
+                Some(true) => {
+                    self.end_hold(id, client);
+                    return Freed::Yes;
+                }
+                // It has let go before, and the object lives on for others only.
+                Some(false) if self.objects[id as usize].holders.any_active() => {
+                    return Freed::Gone;
+                }
+                _ => {}
+            }
+        }
+        // A life that was replaced or freed by others, but that this client still holds.
+        let older = self.draining.get(key).and_then(|lives| {
+            lives.iter().copied().find(|&id| {
+                hold(id) == Some(true) && seq.is_none_or(|s| s == self.objects[id as usize].seq)
+            })
+        });
+        if let (Some(id), Some(client)) = (older, client) {
+            self.end_hold(id, client);
+            return Freed::Yes;
+        }
+        if let Some(id) = is_current {
+            self.retire(id);
+            return Freed::Yes;
+        }
+        match (current, lives.filling) {
+            (Some(_), _) => Freed::Stale,
+            (None, Some(_)) if seq.is_some() => Freed::Stale,
+            (None, Some(filling)) => {
+                let frees = self.remembered.entry(filling.index()).or_default();
+                if frees.contains(&client) {
+                    return Freed::Gone;
+                }
+                frees.push(client);
+                Freed::Yes
+            }
+            (None, None) => Freed::Gone,
+        }
+    }
+
+    /// Applies the frees that came in while the object was filled.
+    pub(super) fn apply_remembered(&mut self, id: u32) {
+        for client in self.remembered.remove(&id).unwrap_or_default() {
+            let alive = self.objects.get(id as usize).is_some_and(|o| o.state == State::Published);
+            if !alive {
+                return;
+            }
+            match client {
+                Some(client) if self.objects[id as usize].holders.is_active(client) => {
+                    self.end_hold(id, client);
+                }
+                _ => self.retire(id),
+            }
+        }
+    }
+}
+
+impl ObjectList {
+    /// An empty list.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a key; `seq` names its life, none means the current one.
+    pub fn push(&mut self, key: &str, seq: Option<Sequence>) {
+        self.text.push_str(key);
+        let end = u32::try_from(self.text.len()).expect("a list holds less than 4 GiB of keys");
+        self.entries.push((end, seq));
+    }
+
+    /// Number of keys.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there are no keys.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Keys and lives, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, Option<Sequence>)> {
+        let mut start = 0;
+        self.entries.iter().map(move |&(end, seq)| {
+            let key = &self.text[start..end as usize];
+            start = end as usize;
+            (key, seq)
+        })
+    }
+}
+
+impl<K: AsRef<str>> FromIterator<(K, Option<Sequence>)> for ObjectList {
+    fn from_iter<I: IntoIterator<Item = (K, Option<Sequence>)>>(objects: I) -> Self {
+        let mut list = Self::new();
+        for (key, seq) in objects {
+            list.push(key.as_ref(), seq);
+        }
+        list
+    }
+}
+
+impl<K: AsRef<str>> From<Vec<(K, Option<Sequence>)>> for ObjectList {
+    fn from(objects: Vec<(K, Option<Sequence>)>) -> Self {
+        objects.into_iter().collect()
+    }
+}
+
+/// Clients that claim an object, or have claimed it and let go. Mostly none or one.
+#[derive(Debug)]
+pub(super) enum Holders {
+    None,
+    One(Holder),
+    #[allow(clippy::box_collection)] // keeps every object 16 bytes smaller
+    Many(Box<Vec<Holder>>),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Holder {
+    client: u32,
+    active: bool,
+}
+
+impl Holders {
+    fn all(&self) -> &[Holder] {
+        match self {
+            Self::None => &[],
+            Self::One(holder) => std::slice::from_ref(holder),
+            Self::Many(holders) => holders,
+        }
+    }
+
+    fn all_mut(&mut self) -> &mut [Holder] {
+        match self {
+            Self::None => &mut [],
+            Self::One(holder) => std::slice::from_mut(holder),
+            Self::Many(holders) => holders,
+        }
+    }
+
+    /// Whether the client holds it; none if it never did.
+    fn get(&self, client: u32) -> Option<bool> {
+        self.all().iter().find(|h| h.client == client).map(|h| h.active)
+    }
+
+    pub(super) fn is_active(&self, client: u32) -> bool {
+        self.get(client) == Some(true)
+    }
+
+    /// Clients that hold it.
+    pub(super) fn active_clients(&self) -> impl Iterator<Item = u32> + '_ {
+        self.all().iter().filter(|h| h.active).map(|h| h.client)
+    }
+
+    pub(super) fn active(&self) -> usize {
+        self.active_clients().count()
+    }
+
+    pub(super) fn any_active(&self) -> bool {
+        self.active_clients().next().is_some()
+    }
+
+    /// Records a hold; false if the client has one.
+    fn claim(&mut self, client: u32) -> bool {
+        if let Some(holder) = self.all_mut().iter_mut().find(|h| h.client == client) {
+            return !std::mem::replace(&mut holder.active, true);
+        }
+        let new = Holder { client, active: true };
+        match self {
+            Self::None => *self = Self::One(new),
+            Self::One(old) => *self = Self::Many(Box::new(vec![*old, new])),
+            Self::Many(holders) => holders.push(new),
+        }
+        true
+    }
+
+    /// Ends a hold; false if the client has none.
+    pub(super) fn release(&mut self, client: u32) -> bool {
+        let holder = self.all_mut().iter_mut().find(|h| h.client == client);
+        holder.is_some_and(|h| std::mem::replace(&mut h.active, false))
+    }
+}

@@ -1,0 +1,500 @@
+//! The one thread that owns an arena's books, and the handle through which everybody talks to it.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use transport_core::{
+    ClientId, DEFAULT_DEADLINE, Epoch, Error, ErrorKind, RemoteAddr, Result, Sequence,
+};
+
+use crate::{
+    Backing, ExportTable,
+    arena::{
+        ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList, Ticket,
+    },
+    reservation::{FillGuard, Reservation, SamplePlan, plan},
+};
+
+/// Commands handled between two looks at leases and waiting batches.
+const BURST: usize = 4096;
+/// Longest wait for room that a reservation may ask for.
+const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
+
+/// Which addresses descriptors carry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BaseAddress {
+    /// The memory's real address in this process, which Mooncake peers need.
+    #[default]
+    Backing,
+    /// Addresses that start here, whatever the memory's own are.
+    Fixed(RemoteAddr),
+}
+
+/// How an arena behaves. [`Default`] is right for servers.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ArenaConfig {
+    /// Which addresses descriptors carry.
+    pub base: BaseAddress,
+    /// How long a reservation waits for room if it does not say.
+    pub deadline: Duration,
+    /// How long the holds of a client live that has not announced itself.
+    pub lease: Duration,
+}
+
+impl Default for ArenaConfig {
+    fn default() -> Self {
+        Self {
+            base: BaseAddress::Backing,
+            deadline: DEFAULT_DEADLINE,
+            lease: Duration::from_secs(30),
+        }
+    }
+}
+
+impl ArenaConfig {
+    /// Sets which addresses descriptors carry.
+    #[must_use]
+    pub fn base(mut self, base: BaseAddress) -> Self {
+        self.base = base;
+        self
+    }
+
+    /// Sets how long a reservation waits for room if it does not say.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Sets how long the holds of a client live that has not announced itself.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+}
+
+/// Options of [`Arena::reserve`].
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct ReserveOptions {
+    /// Whether existing keys are replaced rather than refused; see [`BatchPlan::replace`].
+    pub replace: bool,
+    /// How long the whole batch may wait for room; the arena's default if none.
+    pub deadline: Option<Duration>,
+}
+
+impl ReserveOptions {
+    /// Replaces existing keys.
+    #[must_use]
+    pub fn replace(mut self, replace: bool) -> Self {
+        self.replace = replace;
+        self
+    }
+
+    /// Bounds the wait for room.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = Some(deadline);
+        self
+    }
+}
+
+/// Objects that a client, or somebody unnamed, lets go of.
+pub struct FreeRequest {
+    /// Who; none for a list without a sender.
+    pub client: Option<ClientId>,
+    /// What.
+    pub objects: ObjectList,
+    /// Told the outcome, on the owner thread: it must not block.
+    pub reply: Option<Box<dyn FnOnce(FreeOutcome) + Send>>,
+}
+
+/// Published objects that a client claims.
+pub struct HoldRequest {
+    /// Who.
+    pub client: ClientId,
+    /// What.
+    pub objects: ObjectList,
+    /// Told the outcome, on the owner thread: it must not block.
+    pub reply: Option<Box<dyn FnOnce(HoldOutcome) + Send>>,
+}
+
+/// Handle to an arena. Cheap to clone; the last one closes the arena.
+#[derive(Clone, Debug)]
+pub struct Arena(Arc<Inner>);
+
+struct Inner {
+    epoch: Epoch,
+    export: ExportTable,
+    capacity: u64,
+    deadline: Duration,
+    commands: Sender<Command>,
+    owner: Mutex<Option<JoinHandle<()>>>,
+}
+
+pub(crate) enum Command {
+    Reserve { plan: BatchPlan, deadline: Instant, reply: oneshot::Sender<Result<Granted>> },
+    Publish { batch: u32, reply: oneshot::Sender<Result<Vec<Sequence>>> },
+    Abort(u32),
+    Free(FreeRequest),
+    Hold(HoldRequest),
+    Seen(ClientId, Duration),
+    Lost(ClientId),
+    Bye(ClientId),
+    Reclaim(u32),
+    Health(oneshot::Sender<ArenaHealth>),
+    Close,
+}
+
+/// A grant that gives itself up when it is dropped unused.
+pub(crate) struct Granted {
+    pub(crate) grant: Grant,
+    pub(crate) guard: Arc<FillGuard>,
+}
+
+impl Arena {
+    /// Starts the owner thread of `backing`.
+    pub fn start(backing: Backing, config: ArenaConfig) -> Result<Self> {
+        let (commands, inbox) = unbounded();
+        let reclaim = commands.clone();
+        let books = CaptureArena::with_reclaim(backing.bytes_len(), config.lease, move |object| {
+            // After the arena is closed nobody asks for the range any more.
+            let _ = reclaim.send(Command::Reclaim(object));
+        })?;
+        let base = match config.base {
+            BaseAddress::Backing => RemoteAddr(backing.address()),
+            BaseAddress::Fixed(base) => base,
+        };
+        let capacity = backing.bytes_len();
+        if base.checked_add(capacity).is_none() {
+            let why = "the arena would end beyond the last address";
+            return Err(Error::new(ErrorKind::ConfigInvalid, "start arena", why)
+                .with("base", format_args!("{:#x}", base.0)));
+        }
+        let export = ExportTable { index: books.index().clone(), backing: backing.clone(), base };
+        let owner = Owner {
+            books,
+            backing,
+            commands: commands.clone(),
+            inbox,
+            replies: HashMap::new(),
+            last_ticket: 0,
+        };
+        let thread = thread::Builder::new()
+            .name("arena-owner".into())
+            .spawn(move || owner.run())
+            .map_err(|e| Error::io("start arena", e))?;
+        Ok(Self(Arc::new(Inner {
+            epoch: Epoch::random(),
+            export,
+            capacity,
+            deadline: config.deadline,
+            commands,
+            owner: Mutex::new(Some(thread)),
+        })))
+    }
+
+    /// This life of the arena.
+    pub fn epoch(&self) -> Epoch {
+        self.0.epoch
+    }
+
+    /// Size in bytes.
+    pub fn capacity(&self) -> u64 {
+        self.0.capacity
+    }
+
+    /// Address of offset 0 in descriptors.
+    pub fn base(&self) -> RemoteAddr {
+        self.0.export.base
+    }
+
+    /// The memory.
+    pub fn backing(&self) -> &Backing {
+        &self.0.export.backing
+    }
+
+    /// What peers may read.
+    pub fn export(&self) -> &ExportTable {
+        &self.0.export
+    }
+
+    /// Takes ranges for a whole batch, waiting for frees until its deadline if they do not fit now.
+    ///
+    /// Batches wait in order: none overtakes an earlier one. Dropping the future gives up the place
+    /// in line, or the ranges.
+    ///
+    /// # Errors
+    /// [`ErrorKind::AlreadyExists`] for a key that is published or being filled, unless `replace`;
+    /// [`ErrorKind::InvalidInput`] for a key that occurs twice or a sample without tensors;
+    /// [`ErrorKind::CapacityExceeded`] when the deadline passes, and at once for a batch larger
+    /// than the arena; [`ErrorKind::Closed`].
+    pub async fn reserve(
+        &self,
+        batch: Vec<SamplePlan>,
+        options: ReserveOptions,
+    ) -> Result<Reservation> {
+        let (plan, samples) = plan(batch, options.replace)?;
+        let wait = options.deadline.unwrap_or(self.0.deadline).min(MAX_DEADLINE);
+        let (reply, answer) = oneshot::channel();
+        self.send("reserve", Command::Reserve { plan, deadline: Instant::now() + wait, reply })?;
+        let granted = answer.await.map_err(|_| closed("reserve"))??;
+        Ok(Reservation::new(granted, samples, self.base()))
+    }
+
+    /// [`Self::reserve`] for threads that may block.
+    pub fn reserve_blocking(
+        &self,
+        batch: Vec<SamplePlan>,
+        options: ReserveOptions,
+    ) -> Result<Reservation> {
+        block_on(self.reserve(batch, options))
+    }
+
+    /// A client has announced itself or sent anything: it is connected, its holds live on, and
+    /// their lease is `lease` from now on. Twice that without a sign, and they end.
+    pub fn client_seen(&self, client: &ClientId, lease: Duration) {
+        self.tell(Command::Seen(client.clone(), lease));
+    }
+
+    /// A client's last connection is gone: its holds live for one more lease.
+    pub fn client_lost(&self, client: &ClientId) {
+        self.tell(Command::Lost(client.clone()));
+    }
+
+    /// A client says goodbye: its holds end now.
+    pub fn client_bye(&self, client: &ClientId) {
+        self.tell(Command::Bye(client.clone()));
+    }
+
+    /// Lets go of objects; see [`CaptureArena::free`]. Never blocks. After [`Self::close`] the
+    /// reply is dropped without a call.
+    pub fn free(&self, request: FreeRequest) {
+        self.tell(Command::Free(request));
+    }
+
+    /// Claims objects; see [`CaptureArena::hold`]. Never blocks. After [`Self::close`] the reply
+    /// is dropped without a call.
+    pub fn hold(&self, request: HoldRequest) {
+        self.tell(Command::Hold(request));
+    }
+
+    /// Measures the arena, after everything that was sent before.
+    pub async fn health(&self) -> Result<ArenaHealth> {
+        let (reply, answer) = oneshot::channel();
+        self.send("health", Command::Health(reply))?;
+        answer.await.map_err(|_| closed("health"))
+    }
+
+    /// [`Self::health`] for threads that may block.
+    pub fn health_blocking(&self) -> Result<ArenaHealth> {
+        block_on(self.health())
+    }
+
+    /// Ends the owner thread, after everything that was sent before; waiting reservations fail
+    /// with [`ErrorKind::Closed`]. Idempotent. The memory goes with its last reader and writer.
+    pub fn close(&self) {
+        self.0.close();
+    }
+
+    fn send(&self, operation: &'static str, command: Command) -> Result<()> {
+        self.0.commands.send(command).map_err(|_| closed(operation))
+    }
+
+    /// Sends what needs no answer; a closed arena has no use for it.
+    fn tell(&self, command: Command) {
+        let _ = self.0.commands.send(command);
+    }
+}
+
+impl Inner {
+    fn close(&self) {
+        let _ = self.commands.send(Command::Close);
+        let Some(thread) = self.owner.lock().take() else { return };
+        // A reply may hold the last handle; the owner thread cannot wait for itself.
+        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+            tracing::error!("the arena's owner thread has panicked");
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+pub(crate) fn closed(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Closed, operation, "the arena is closed")
+}
+
+/// Runs a future on this thread, which sleeps while there is nothing to do.
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(thread::Thread);
+    impl std::task::Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Arc::new(Unpark(thread::current())).into();
+    let mut context = std::task::Context::from_waker(&waker);
+    let mut future = std::pin::pin!(future);
+    loop {
+        if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return output;
+        }
+        thread::park();
+    }
+}
+
+struct Owner {
+    books: CaptureArena,
+    backing: Backing,
+    commands: Sender<Command>,
+    inbox: Receiver<Command>,
+    replies: HashMap<Ticket, oneshot::Sender<Result<Granted>>>,
+    last_ticket: Ticket,
+}
+
+impl Owner {
+    fn run(mut self) {
+        let mut open = true;
+        while open {
+            let first = match self.books.next_deadline() {
+                Some(at) => self.inbox.recv_deadline(at),
+                None => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match first {
+                Ok(command) => open &= self.handle(command),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => open = false,
+            }
+            // Everything that has arrived counts before anybody is refused.
+            for command in self.inbox.clone().try_iter().take(BURST) {
+                open &= self.handle(command);
+            }
+            self.answer_waiting();
+        }
+        for ticket in self.books.close() {
+            if let Some(reply) = self.replies.remove(&ticket) {
+                let _ = reply.send(Err(closed("reserve")));
+            }
+        }
+        for command in self.inbox.clone().try_iter() {
+            self.handle(command);
+        }
+    }
+
+    fn answer_waiting(&mut self) {
+        let books = &mut self.books;
+        self.replies.retain(|ticket, reply| {
+            let wanted = !reply.is_closed();
+            if !wanted {
+                books.cancel(*ticket);
+            }
+            wanted
+        });
+        for (ticket, answer) in self.books.poll(Instant::now()) {
+            match (self.replies.remove(&ticket), answer) {
+                (Some(reply), answer) => self.answer(reply, answer),
+                (None, Ok(grant)) => self.books.abort(grant.batch),
+                (None, Err(_)) => {}
+            }
+        }
+    }
+
+    /// A grant that nobody receives is dropped with the message, and gives itself up.
+    fn answer(&self, reply: oneshot::Sender<Result<Granted>>, answer: Result<Grant>) {
+        let granted = answer.map(|grant| {
+            let guard = FillGuard::new(grant.batch, self.commands.clone(), self.backing.clone());
+            Granted { grant, guard: Arc::new(guard) }
+        });
+        let _ = reply.send(granted);
+    }
+
+    /// Does what is asked; false to end.
+    fn handle(&mut self, command: Command) -> bool {
+        let now = Instant::now();
+        match command {
+            Command::Reserve { plan, deadline, reply } => {
+                self.last_ticket += 1;
+                match self.books.reserve(plan, self.last_ticket, deadline, now) {
+                    Ok(None) => drop(self.replies.insert(self.last_ticket, reply)),
+                    Ok(Some(grant)) => self.answer(reply, Ok(grant)),
+                    Err(error) => self.answer(reply, Err(error)),
+                }
+            }
+            Command::Publish { batch, reply } => {
+                let published = self.books.publish(batch, now);
+                if let Err(Ok(unheard)) = reply.send(published) {
+                    self.books.unpublish(&unheard);
+                }
+            }
+            Command::Abort(batch) => self.books.abort(batch),
+            Command::Free(FreeRequest { client, objects, reply }) => {
+                let outcome = self.books.free(client.as_ref(), &objects);
+                call(reply, outcome);
+            }
+            Command::Hold(HoldRequest { client, objects, reply }) => {
+                let outcome = self.books.hold(&client, &objects, now);
+                call(reply, outcome);
+            }
+            Command::Seen(client, lease) => self.books.client_seen(&client, lease, now),
+            Command::Lost(client) => self.books.client_lost(&client, now),
+            Command::Bye(client) => self.books.client_bye(&client),
+            Command::Reclaim(object) => self.books.reclaim(object),
+            Command::Health(reply) => drop(reply.send(self.books.health(now))),
+            Command::Close => return false,
+        }
+        true
+    }
+}
+
+/// Calls a reply; one that panics does not take the owner thread with it.
+fn call<T>(reply: Option<Box<dyn FnOnce(T) + Send>>, outcome: T) {
+    if let Some(reply) = reply
+        && catch_unwind(AssertUnwindSafe(|| reply(outcome))).is_err()
+    {
+        tracing::error!("a reply of an arena request has panicked");
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena")
+            .field("epoch", &self.epoch)
+            .field("export", &self.export)
+            .field("capacity", &self.capacity)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for FreeRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FreeRequest")
+            .field("client", &self.client)
+            .field("objects", &self.objects.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for HoldRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HoldRequest")
+            .field("client", &self.client)
+            .field("objects", &self.objects.len())
+            .finish_non_exhaustive()
+    }
+}

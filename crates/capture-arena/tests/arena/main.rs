@@ -1,0 +1,5 @@
+//! The arena as its users see it: threads, processes, clients.
+#![cfg(not(loom))]
+
+mod common;
+mod reference;
