@@ -1,5 +1,5 @@
 //! What the tests against real Mooncake share: where it is, and that it stays on loopback.
-#![allow(dead_code)] // not every test binary uses everything
+#![allow(dead_code, unreachable_pub)] // shared by several test binaries
 
 use std::{
     path::{Path, PathBuf},
