@@ -1,7 +1,7 @@
 //! Fetching: whole objects into registered memory, tried again where that is safe.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -119,16 +119,55 @@ pub(crate) fn run(
     flight: &Flight,
     requests: Vec<FetchRequest>,
 ) -> Result<Vec<Fetched>> {
-    let mut reads = Vec::new();
+    let mut planned = Planned::default();
     let wanted: Vec<_> =
-        requests.into_iter().map(|r| plan(shared, r, &mut reads)).collect::<Result<_>>()?;
+        requests.into_iter().map(|r| plan(shared, r, &mut planned)).collect::<Result<_>>()?;
+    let mut reads = planned.reads;
     read_all(shared, flight, &mut reads)?;
     let bytes = reads.iter().map(|r| r.len as u64).sum();
     shared.ledger.host_bytes.fetch_add(bytes, Ordering::Relaxed);
     Ok(wanted.into_iter().map(|w| assemble(shared, w, &reads)).collect())
 }
 
-fn plan(shared: &Shared, request: FetchRequest, reads: &mut Vec<Read>) -> Result<Wanted> {
+/// The objects to read, each once: Mooncake answers a key that is twice in one call with success
+/// twice, and fills only one of the destinations.
+#[derive(Default)]
+struct Planned {
+    reads: Vec<Read>,
+    by_key: HashMap<Arc<str>, usize>,
+}
+
+impl Planned {
+    /// The read of an object; `own` gives memory of the caller to read it into, if it is new.
+    fn read(
+        &mut self,
+        key: &Arc<str>,
+        bytes: u64,
+        own: impl FnOnce() -> Option<RegionMut>,
+    ) -> Result<usize> {
+        let len = bytes as usize;
+        if let Some(&i) = self.by_key.get(key) {
+            if self.reads[i].len == len {
+                return Ok(i);
+            }
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                "fetch",
+                "two descriptors of the call give the same object different lengths",
+            )
+            .with("key", key)
+            .with("expected", self.reads[i].len)
+            .with("found", len));
+        }
+        let region = own();
+        let is_callers = region.is_some();
+        self.reads.push(Read { key: key.clone(), len, region, is_callers, bytes: None });
+        self.by_key.insert(key.clone(), self.reads.len() - 1);
+        Ok(self.reads.len() - 1)
+    }
+}
+
+fn plan(shared: &Shared, request: FetchRequest, planned: &mut Planned) -> Result<Wanted> {
     let FetchRequest { descriptor, names, destination, .. } = request;
     let resident = shared.ledger.resident(&descriptor.sample);
     let described = descriptor.features.values().find_map(|f| f.seq);
@@ -150,28 +189,19 @@ fn plan(shared: &Shared, request: FetchRequest, reads: &mut Vec<Read>) -> Result
         _ => Vec::new(),
     };
     own.resize_with(indexes.len(), || None);
-    // Only the objects that hold something that is asked for are read.
-    let mut read_of: Vec<Option<usize>> = vec![None; plan.objects.len()];
     let mut tensors = Vec::with_capacity(indexes.len());
     for (index, mut own) in indexes.into_iter().zip(own) {
         let place = match plan.places[index] {
             Place::Empty => Place::Empty,
             Place::In { object, offset } => {
-                let planned = &plan.objects[object];
-                let read = *read_of[object].get_or_insert_with(|| {
-                    let alone = planned.tensors.len() == 1;
-                    let direct = own.take_if(|region| {
+                let object = &plan.objects[object];
+                let alone = object.tensors.len() == 1;
+                let direct = || {
+                    own.take_if(|region| {
                         alone && shared.memory.knows(region.address(), region.len())
-                    });
-                    reads.push(Read {
-                        key: planned.key.clone(),
-                        len: planned.bytes as usize,
-                        is_callers: direct.is_some(),
-                        region: direct,
-                        bytes: None,
-                    });
-                    reads.len() - 1
-                });
+                    })
+                };
+                let read = planned.read(&object.key, object.bytes, direct)?;
                 Place::In { object: read, offset }
             }
         };

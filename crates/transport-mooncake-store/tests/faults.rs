@@ -307,6 +307,34 @@ async fn another_length_is_never_data() {
 }
 
 #[tokio::test]
+async fn a_key_is_read_once_a_call() {
+    // Mooncake fills one of two destinations of the same key and answers success for both.
+    let bed = bed();
+    let described = bed.publish(&["a"]).await.unwrap();
+    let own = || metas().map(|(_, m)| RegionMut::zeroed(m.nbytes() as usize).unwrap()).into();
+    let requests = vec![
+        FetchRequest::new(described[0].clone(), Destination::Pool),
+        FetchRequest::new(described[0].clone(), Destination::Into(own())),
+        FetchRequest::new(described[0].clone(), Destination::Into(own())),
+        FetchRequest::new(described[0].clone(), Destination::Pool),
+    ];
+    let fetched = bed.transport.fetch(requests, FetchOptions::default()).await.unwrap();
+    assert_eq!(fetched.len(), 4);
+    check(&fetched);
+    assert_eq!(bed.cluster.calls().get_keys, 4);
+
+    let name = FeatureName::new("hidden_states").unwrap();
+    let feature =
+        |n| FeatureDescriptor::new(TensorMeta::new(Dtype::Uint8, [n]).unwrap(), None, None);
+    let other = |n| {
+        let features = IndexMap::from([(name.clone(), feature(n))]);
+        Arc::new(Descriptor::new(sample("a"), features, None, Location::Store).unwrap())
+    };
+    let error = bed.fetch(&[other(1000), other(999)]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+}
+
+#[tokio::test]
 async fn one_failed_object_undoes_the_batch() {
     let bed = bed();
     bed.publish(&["old"]).await.unwrap();

@@ -332,6 +332,7 @@ impl StoreApi for FakeStore {
             self.cluster.gate.wait(&mut state);
         }
         let lease = state.lease;
+        let mut filled = std::collections::HashSet::new();
         Ok(items
             .iter()
             .map(|item| {
@@ -361,6 +362,9 @@ impl StoreApi for FakeStore {
                     return Err(StoreCode::INVALID_PARAMS);
                 }
                 object.leased_until = Instant::now() + lease;
+                if !filled.insert(item.key) {
+                    return Ok(object.bytes.len() as u64); // as the real one does: filled once
+                }
                 // SAFETY: the contract of `get` gives this memory to this call alone.
                 let to = unsafe { std::slice::from_raw_parts_mut(item.start, item.len) };
                 to[..object.bytes.len()].copy_from_slice(&object.bytes);
