@@ -178,21 +178,6 @@ fn a_search_lists_every_place() {
     }
 }
 
-/// A driver without devices: what a CUDA build of Mooncake needs to load on a machine without one.
-fn stub_cuda(dir: &Path) -> std::path::PathBuf {
-    let names = "cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuDeviceGet cuDeviceGetAttribute \
-                 cuDeviceGetPCIBusId cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain \
-                 cuGetErrorName cuGetErrorString cuInit cuMemAddressFree cuMemAddressReserve \
-                 cuMemCreate cuMemExportToShareableHandle cuMemGetAddressRange_v2 \
-                 cuMemGetAllocationGranularity cuMemGetHandleForAddressRange \
-                 cuMemImportFromShareableHandle cuMemMap cuMemRelease \
-                 cuMemRetainAllocationHandle cuMemSetAccess cuMemUnmap cuPointerGetAttribute \
-                 cuPointerSetAttribute";
-    let no_device = |name| format!("int {name}(void) {{ return 100; }}\n");
-    let source: String = names.split_whitespace().map(no_device).collect();
-    support::compile(dir, "libcuda.so.1", &source)
-}
-
 #[test]
 #[ignore = "needs a Mooncake venv and FEATURESTORE_STORE_LIBRARY_DIR, a directory with \
             libmooncake_store.so below mooncake/ and libcudart.so.13: cargo xtask mooncake-venv"]
@@ -201,7 +186,7 @@ fn a_real_store_library_keeps_its_word() {
     let root = Path::new(&root);
     let dir = tempfile::tempdir().unwrap();
     let options = LibraryOptions::at(root.join("mooncake/libmooncake_store.so"))
-        .preload(stub_cuda(dir.path()))
+        .preload(support::stub_cuda(dir.path()))
         .preload(root.join("libcudart.so.13"));
     let library = StoreLibrary::load(&options).unwrap();
     assert!(library.info().version.is_some() && library.info().store.tenants);

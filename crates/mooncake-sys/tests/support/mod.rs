@@ -56,3 +56,18 @@ pub fn compile(dir: &Path, name: &str, source: &str) -> PathBuf {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     library
 }
+
+/// A driver without devices: what a CUDA build of Mooncake needs to load on a machine without one.
+pub fn stub_cuda(dir: &Path) -> PathBuf {
+    let names = "cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuDeviceGet cuDeviceGetAttribute \
+                 cuDeviceGetPCIBusId cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain \
+                 cuGetErrorName cuGetErrorString cuInit cuMemAddressFree cuMemAddressReserve \
+                 cuMemCreate cuMemExportToShareableHandle cuMemGetAddressRange_v2 \
+                 cuMemGetAllocationGranularity cuMemGetHandleForAddressRange \
+                 cuMemImportFromShareableHandle cuMemMap cuMemRelease \
+                 cuMemRetainAllocationHandle cuMemSetAccess cuMemUnmap cuPointerGetAttribute \
+                 cuPointerSetAttribute";
+    let no_device = |name| format!("int {name}(void) {{ return 100; }}\n");
+    let source: String = names.split_whitespace().map(no_device).collect();
+    compile(dir, "libcuda.so.1", &source)
+}
