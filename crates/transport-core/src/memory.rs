@@ -254,7 +254,9 @@ impl RegionSlice {
     /// # Safety
     /// Until the last clone of this handle is gone, and as long as `owner` lives,
     /// `start .. start + len` stays allocated memory of `kind`, initialised if the CPU can reach
-    /// it, and nobody writes it.
+    /// it, and nobody writes it. The one exception is a source that is published with
+    /// [`Ready::After`](crate::Ready::After): it may be written until that event has happened, and
+    /// nobody reads it before.
     pub unsafe fn from_foreign(
         start: NonNull<u8>,
         len: usize,

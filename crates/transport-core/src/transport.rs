@@ -35,6 +35,7 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// - Two samples of one batch with the same key are refused.
     /// - Waits for room until `options.deadline`, then fails with [`ErrorKind::CapacityExceeded`].
     /// - Copies start after each publication's ready event and are complete on return.
+    /// - An empty batch publishes nothing.
     async fn publish(
         &self,
         batch: Vec<Publication>,
@@ -53,6 +54,9 @@ pub trait Transport: fmt::Debug + Send + Sync {
     ///   its future is dropped, memory that a transfer may still write stays out of use
     ///   ([`Health::quarantined_bytes`]) until the transfer is known to be over; then it goes back
     ///   to its owner.
+    /// - Names must be those of the descriptor, each once, and destinations as many and as long as
+    ///   the tensors asked for; otherwise the call fails with [`ErrorKind::InvalidInput`] before any
+    ///   byte moves, and regions go back to their owners at once.
     /// - A tensor without bytes is returned without a transfer.
     /// - From a successful fetch until [`Self::release`], the publisher keeps the bytes.
     async fn fetch(

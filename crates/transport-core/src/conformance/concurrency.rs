@@ -7,19 +7,26 @@ use tokio::{sync::mpsc, task::JoinSet};
 use super::{
     Pair,
     context::{
-        PLAIN, Returns, Stop, Verdict, check_bytes, ensure, fetch_and_check, fetch_one, key,
+        PLAIN, Returns, Spec, Stop, Verdict, check_bytes, ensure, fetch_and_check, fetch_one, key,
         publication, publish_options, release_now, settled,
     },
 };
-use crate::{Descriptor, Destination, ErrorKind, FetchRequest};
+use crate::{Descriptor, Destination, Dtype, ErrorKind, FetchRequest};
 
 const PRODUCERS: u64 = 4;
 const CONSUMERS: u64 = 4;
-/// Several times what the arena holds, so that producers wait for consumers.
 const SAMPLES_EACH: u64 = 100;
+/// 20 KiB: those under way, up to 24, do not fit the arena, so that producers wait for consumers.
+const BIG: &[Spec<'static>] =
+    &[("hidden_states", Dtype::Bfloat16, &[10, 1000]), ("input_ids", Dtype::Int64, &[9])];
 
 pub(super) async fn concurrent_tasks_lose_nothing(pair: &mut Pair) -> Verdict {
     let before = pair.publisher.health().await?;
+    let views = pair.consumer.info().capabilities.views;
+    // Keys come back, as those of retried samples do, where their lives can be told apart.
+    let checked = pair.publisher.info().capabilities.staleness_checked
+        && pair.consumer.info().capabilities.staleness_checked;
+    let keys = if checked { 40 } else { SAMPLES_EACH };
     let (sender, receiver) = mpsc::channel::<(Arc<Descriptor>, u64)>(16);
     let receiver = Arc::new(tokio::sync::Mutex::new(receiver));
     let returns = Returns::default();
@@ -28,9 +35,8 @@ pub(super) async fn concurrent_tasks_lose_nothing(pair: &mut Pair) -> Verdict {
         let (publisher, sender) = (pair.publisher.clone(), sender.clone());
         tasks.spawn(async move {
             for round in 0..SAMPLES_EACH {
-                // Keys come back, as those of retried samples do.
-                let key = key(format!("{producer}/{}", round % 40));
-                let sample = publication(&key, PLAIN, round);
+                let key = key(format!("{producer}/{}", round % keys));
+                let sample = publication(&key, BIG, round);
                 let options = publish_options().replace(true);
                 let mut descriptors = publisher.publish(vec![sample], options).await?;
                 let descriptor = Arc::new(descriptors.remove(0));
@@ -49,8 +55,9 @@ pub(super) async fn concurrent_tasks_lose_nothing(pair: &mut Pair) -> Verdict {
             loop {
                 let next = receiver.lock().await.recv().await;
                 let Some((descriptor, salt)) = next else { return Ok(()) };
-                let destination = match salt % 2 {
-                    0 => Destination::Pool,
+                let destination = match salt % 4 {
+                    0 if views => Destination::View,
+                    0 | 1 => Destination::Pool,
                     _ => Destination::Into(returns.regions(&descriptor)?),
                 };
                 let request = FetchRequest::new(descriptor.clone(), destination);
@@ -64,7 +71,7 @@ pub(super) async fn concurrent_tasks_lose_nothing(pair: &mut Pair) -> Verdict {
     while let Some(ended) = tasks.join_next().await {
         ended.map_err(|panic| Stop::Failed(format!("a task panicked: {panic}")))??;
     }
-    let into = PRODUCERS * SAMPLES_EACH / 2 * PLAIN.len() as u64;
+    let into = PRODUCERS * SAMPLES_EACH / 2 * BIG.len() as u64;
     returns.reach("after all tasks ended", into as usize).await?;
     let total = PRODUCERS * SAMPLES_EACH;
     settled("published and released agree", &pair.publisher, |h| {

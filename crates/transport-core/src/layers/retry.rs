@@ -39,8 +39,10 @@ pub struct RetryLayer {
     longest: Duration,
     bound: Duration,
     rng: Arc<Mutex<SplitMix64>>,
-    hook: Option<Arc<dyn Fn(&RetryEvent<'_>) + Send + Sync>>,
+    hook: Option<Arc<Hook>>,
 }
+
+type Hook = dyn Fn(&RetryEvent<'_>) + Send + Sync;
 
 /// A failed attempt that another one follows.
 #[derive(Debug)]

@@ -6,6 +6,8 @@
 mod factory;
 mod request;
 mod store;
+#[cfg(test)]
+mod tests;
 mod transfer;
 
 pub use factory::factory;
