@@ -10,8 +10,6 @@ mod batch;
 mod clients;
 mod health;
 mod objects;
-#[cfg(test)]
-mod tests;
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -40,14 +38,15 @@ pub use objects::{FreeOutcome, HoldOutcome, ObjectList};
 #[derive(Debug)]
 pub struct CaptureArena {
     space: FitSubAllocator,
-    freed: u64, // ranges ever given back: tells whether another attempt can succeed
-    keys: HashMap<Arc<str>, Lives>,
+    changes: u64, // tells whether another attempt to place a batch can succeed
+    keys: HashMap<Arc<str>, u32>, // index in `lives`
+    lives: Slab<Lives>,
     draining: HashMap<Arc<str>, Vec<u32>>, // lives that are only there for their holders
     objects: Slab<Object>,
     samples: Slab<Sample>,
     batches: Slab<Batch>,
     waiting: VecDeque<Waiting>,
-    remembered: HashMap<u32, Vec<Option<u32>>>, // frees of filling objects, by client
+    remembered: HashMap<u32, Vec<Option<ClientId>>>, // frees of filling objects, by whom
     clients: Clients,
     index: Arc<ExportIndex>,
     last_seq: u64,
@@ -73,6 +72,7 @@ struct Object {
     seq: Sequence,             // 0 while filling
     holders: Holders,
     sample: u32,
+    lives: u32, // index of its key's lives, valid while it is one of them
     state: State,
 }
 
@@ -121,8 +121,9 @@ impl CaptureArena {
         }
         Ok(Self {
             space,
-            freed: 0,
+            changes: 0,
             keys: HashMap::new(),
+            lives: Slab::new(),
             draining: HashMap::new(),
             objects: Slab::new(),
             samples: Slab::new(),
@@ -145,6 +146,12 @@ impl CaptureArena {
     pub fn pin(&self, offset: ArenaOffset, len: u64) -> Result<Pin, ExportError> {
         let refuse = |reason| ExportError { address: RemoteAddr(offset.0), len, reason };
         self.index.pin(offset.0, len).map_err(refuse)
+    }
+
+    /// The life that is published under `key`.
+    pub fn current(&self, key: &str) -> Option<Sequence> {
+        let id = self.lives(key)?.current?;
+        Some(self.objects[id.index() as usize].seq)
     }
 
     /// When [`Self::poll`] has something to do even if nothing else happens.
@@ -198,18 +205,36 @@ impl CaptureArena {
         object.state = State::Held;
         let key = object.key.clone();
         let held = object.holders.any_active();
-        if let Some(lives) = self.keys.get_mut(&key) {
-            if lives.current == Some(Id::new(id)) {
-                lives.current = None;
-            }
-            if lives.filling.is_none() && lives.current.is_none() {
-                self.keys.remove(&key);
-            }
-        }
+        let lives = object.lives;
+        self.end_life(lives, &key, |lives| &mut lives.current, id);
         if held {
             self.draining.entry(key).or_default().push(id);
         } else {
             self.withdraw(id);
+        }
+    }
+
+    fn lives(&self, key: &str) -> Option<&Lives> {
+        Some(&self.lives[*self.keys.get(key)? as usize])
+    }
+
+    /// Takes `id` out of its key's lives, if it is still there; the entry goes with the last one.
+    fn end_life(
+        &mut self,
+        index: u32,
+        key: &str,
+        place: impl Fn(&mut Lives) -> &mut Option<Id>,
+        id: u32,
+    ) {
+        // Once others have taken its place, the entry may be another key's.
+        let Some(lives) = self.lives.get_mut(index as usize) else { return };
+        if *place(lives) != Some(Id::new(id)) {
+            return;
+        }
+        *place(lives) = None;
+        if lives.filling.is_none() && lives.current.is_none() {
+            self.lives.remove(index as usize);
+            self.keys.remove(key);
         }
     }
 
@@ -231,7 +256,7 @@ impl CaptureArena {
         if let Some(range) = object.range {
             self.space.free(range);
         }
-        self.freed += 1;
+        self.changes += 1;
         self.counts.resident_objects -= 1;
         self.counts.resident_bytes -= bytes;
         let sample = &mut self.samples[object.sample as usize];

@@ -70,6 +70,7 @@ mod tests {
 }
 
 #[cfg(all(test, loom))]
+#[allow(unsafe_code)] // the accesses whose exclusion loom checks
 mod loom_tests {
     use loom::{cell::UnsafeCell, sync::Arc, thread};
 

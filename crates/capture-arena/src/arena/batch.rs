@@ -67,7 +67,7 @@ pub(super) struct Waiting {
     plan: BatchPlan,
     bytes: u64, // rounded up to units
     since: Instant,
-    tried: Option<u64>, // ranges that had been freed at the last attempt
+    tried: Option<u64>, // changes at the last attempt
 }
 
 enum Refused {
@@ -126,7 +126,7 @@ impl CaptureArena {
     /// one of the keys; the batch is given up then.
     pub fn publish(&mut self, batch: u32, now: Instant) -> Result<Vec<Sequence>> {
         let taken_over = self.batches[batch as usize].objects.iter().find(|&&id| {
-            let lives = self.keys.get(&self.objects[id as usize].key);
+            let lives = self.lives.get(self.objects[id as usize].lives as usize);
             lives.is_none_or(|lives| lives.filling != Some(Id::new(id)))
         });
         if let Some(&id) = taken_over {
@@ -142,6 +142,7 @@ impl CaptureArena {
         }
         let Batch { objects, holders, reserved } = self.batches.remove(batch as usize);
         self.counts.reserved_bytes -= reserved;
+        self.changes += 1; // a batch in line may replace what is published here
         let mut seqs = Vec::with_capacity(objects.len());
         let mut exports = Vec::with_capacity(objects.len());
         for &id in &objects {
@@ -154,7 +155,7 @@ impl CaptureArena {
                 self.counts.resident_bytes += range.len();
                 exports.push((range.offset(), Exported::new(id, range.len())));
             }
-            let lives = self.keys.get_mut(&object.key).expect("checked above");
+            let lives = &mut self.lives[object.lives as usize];
             lives.filling = None;
             let old = lives.current.replace(Id::new(id));
             let sample = &mut self.samples[object.sample as usize];
@@ -176,7 +177,6 @@ impl CaptureArena {
                     self.add_hold(id, client);
                 }
             }
-            self.clients.drop_if_idle(client);
         }
         if !self.remembered.is_empty() {
             for id in objects {
@@ -212,18 +212,11 @@ impl CaptureArena {
         for id in objects {
             let object = self.objects.remove(id as usize);
             self.remembered.remove(&id);
-            if let Some(lives) = self.keys.get_mut(&object.key) {
-                if lives.filling == Some(Id::new(id)) {
-                    lives.filling = None;
-                }
-                if lives.filling.is_none() && lives.current.is_none() {
-                    self.keys.remove(&object.key);
-                }
-            }
+            self.end_life(object.lives, &object.key, |lives| &mut lives.filling, id);
             if let Some(range) = object.range {
                 self.space.free(range);
             }
-            self.freed += 1;
+            self.changes += 1;
             let sample = &mut self.samples[object.sample as usize];
             sample.live -= 1;
             if sample.live == 0 {
@@ -254,7 +247,7 @@ impl CaptureArena {
     }
 
     fn attempt(&mut self, waiting: &mut Waiting, now: Instant) -> Result<Grant, Refused> {
-        if waiting.tried == Some(self.freed) {
+        if waiting.tried == Some(self.changes) {
             return Err(Refused::NoRoom);
         }
         if waiting.tried.is_some() {
@@ -264,7 +257,7 @@ impl CaptureArena {
         if ranges.is_none() && waiting.plan.replace && self.retire_old(&waiting.plan) {
             ranges = self.place(&waiting.plan, waiting.bytes);
         }
-        waiting.tried = Some(self.freed);
+        waiting.tried = Some(self.changes);
         let ranges = ranges.ok_or(Refused::NoRoom)?;
         let plan =
             std::mem::replace(&mut waiting.plan, BatchPlan { samples: Vec::new(), replace: false });
@@ -272,22 +265,37 @@ impl CaptureArena {
     }
 
     /// A range for each object with bytes, or none at all.
+    ///
+    /// Tries the batch's own order first, which readers may expect of its addresses, and then the
+    /// longest first, which fits more often.
     fn place(&mut self, plan: &BatchPlan, bytes: u64) -> Option<Vec<Option<ArenaRange>>> {
         if self.space.free_bytes() < bytes {
             return None;
         }
+        let lens = || plan.samples.iter().flat_map(|s| &s.objects).map(|o| o.bytes);
+        let count = lens().count();
+        self.place_in_order(count, lens().enumerate()).or_else(|| {
+            let mut longest_first: Vec<(usize, u64)> = lens().enumerate().collect();
+            longest_first.sort_by_key(|&(_, len)| std::cmp::Reverse(len));
+            self.place_in_order(count, longest_first)
+        })
+    }
+
+    fn place_in_order(
+        &mut self,
+        count: usize,
+        lens: impl IntoIterator<Item = (usize, u64)>,
+    ) -> Option<Vec<Option<ArenaRange>>> {
         let mut ranges: Vec<Option<ArenaRange>> = Vec::new();
-        for object in plan.samples.iter().flat_map(|s| &s.objects) {
-            if object.bytes == 0 {
-                ranges.push(None);
+        ranges.resize_with(count, || None);
+        for (i, len) in lens {
+            if len == 0 {
                 continue;
             }
-            match self.space.allocate(object.bytes) {
-                Ok(range) => ranges.push(Some(range)),
+            match self.space.allocate(len) {
+                Ok(range) => ranges[i] = Some(range),
                 Err(_) => {
-                    for range in ranges.into_iter().flatten() {
-                        self.space.free(range);
-                    }
+                    ranges.into_iter().flatten().for_each(|range| self.space.free(range));
                     return None;
                 }
             }
@@ -311,15 +319,20 @@ impl CaptureArena {
             let sample = self.samples.insert(Sample { since: now, live, published: false }) as u32;
             self.counts.reserved_samples += 1;
             for PlannedObject { key, .. } in planned.objects {
+                let lives = *self
+                    .keys
+                    .entry(key.clone())
+                    .or_insert_with(|| self.lives.insert(Lives::default()) as u32);
                 let id = self.objects.insert(Object {
-                    key: key.clone(),
+                    key,
                     range: ranges.next().expect("one a planned object"),
                     seq: Sequence(0),
                     holders: Holders::None,
                     sample,
+                    lives,
                     state: State::Filling,
                 }) as u32;
-                self.keys.entry(key).or_default().filling = Some(Id::new(id));
+                self.lives[lives as usize].filling = Some(Id::new(id));
                 batch.objects.push(id);
             }
             batch.holders.extend(planned.holder.map(|client| (sample, client)));
@@ -334,7 +347,7 @@ impl CaptureArena {
         }
         let keys = plan.samples.iter().flat_map(|s| &s.objects).map(|o| &o.key);
         for key in keys {
-            if let Some(Lives { current, .. }) = self.keys.get(key) {
+            if let Some(Lives { current, .. }) = self.lives(key) {
                 let state = if current.is_some() { "published" } else { "being filled" };
                 return Err(Error::new(
                     ErrorKind::AlreadyExists,
@@ -353,7 +366,7 @@ impl CaptureArena {
     fn retire_old(&mut self, plan: &BatchPlan) -> bool {
         let mut any = false;
         for key in plan.samples.iter().flat_map(|s| &s.objects).map(|o| &o.key) {
-            if let Some(old) = self.keys.get(key).and_then(|lives| lives.current) {
+            if let Some(old) = self.lives(key).and_then(|lives| lives.current) {
                 self.retire(old.index());
                 any = true;
             }

@@ -1,4 +1,7 @@
 //! Who holds objects, and until when a silent client's holds live.
+//!
+//! A record outlives its last hold by a lease: frees that a client sends again after a broken
+//! connection are then still known to be its own.
 
 use std::{
     collections::HashMap,
@@ -92,7 +95,6 @@ impl Clients {
         (client.connected, client.seen) = (false, now);
         let expiry = client.expiry();
         self.expires(expiry);
-        self.drop_if_idle(index);
     }
 
     pub(super) fn remove(&mut self, name: &ClientId) -> Option<Gone> {
@@ -105,17 +107,6 @@ impl Clients {
     pub(super) fn count(&mut self, index: u32, change: i64) {
         if let Some(client) = self.table.get_mut(&index) {
             client.held = client.held.saturating_add_signed(change);
-        }
-        if change < 0 {
-            self.drop_if_idle(index);
-        }
-    }
-
-    /// Forgets a client that is not connected and holds nothing.
-    pub(super) fn drop_if_idle(&mut self, index: u32) {
-        if self.table.get(&index).is_some_and(|c| !c.connected && c.held == 0) {
-            let client = self.table.remove(&index).expect("just looked up");
-            self.by_name.remove(&client.name);
         }
     }
 

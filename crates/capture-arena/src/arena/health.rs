@@ -60,7 +60,7 @@ pub struct ArenaHealth {
     pub draining_objects: u64,
     /// Batches that wait for room.
     pub waiting_batches: u64,
-    /// Clients that are connected or hold anything.
+    /// Clients that are connected, or were within their lease.
     pub clients: u64,
     /// Age of the oldest resident sample.
     pub oldest_age: Option<Duration>,

@@ -44,7 +44,6 @@ impl CaptureArena {
     /// not, the object drains: nobody new may claim it, and it goes with the last holder. Of a key
     /// that is still being filled, the free is remembered until it is published.
     pub fn free(&mut self, client: Option<&ClientId>, objects: &ObjectList) -> FreeOutcome {
-        let client = client.and_then(|c| self.clients.index(c));
         let mut outcome = FreeOutcome::default();
         for (i, (key, seq)) in objects.iter().enumerate() {
             match self.free_one(client, key, seq) {
@@ -67,7 +66,7 @@ impl CaptureArena {
         let client = self.clients.known(client, now);
         let mut outcome = HoldOutcome::default();
         for (i, (key, seq)) in objects.iter().enumerate() {
-            match self.keys.get(key).and_then(|lives| lives.current) {
+            match self.lives(key).and_then(|lives| lives.current) {
                 None => outcome.gone.push(i as u32),
                 Some(id) if seq.is_some_and(|s| s != self.object(id).seq) => {
                     outcome.stale.push(i as u32);
@@ -75,7 +74,6 @@ impl CaptureArena {
                 Some(id) => self.add_hold(id.index(), client),
             }
         }
-        self.clients.drop_if_idle(client);
         outcome
     }
 
@@ -89,8 +87,9 @@ impl CaptureArena {
         &self.objects[id.index() as usize]
     }
 
-    fn free_one(&mut self, client: Option<u32>, key: &str, seq: Option<Sequence>) -> Freed {
-        let lives = self.keys.get(key).copied().unwrap_or_default();
+    fn free_one(&mut self, who: Option<&ClientId>, key: &str, seq: Option<Sequence>) -> Freed {
+        let client = who.and_then(|who| self.clients.index(who));
+        let lives = self.lives(key).copied().unwrap_or_default();
         let current = lives.current.map(Id::index);
         let is_current =
             current.filter(|&id| seq.is_none_or(|s| s == self.objects[id as usize].seq));
@@ -127,10 +126,10 @@ impl CaptureArena {
             (None, Some(_)) if seq.is_some() => Freed::Stale,
             (None, Some(filling)) => {
                 let frees = self.remembered.entry(filling.index()).or_default();
-                if frees.contains(&client) {
+                if frees.iter().any(|earlier| earlier.as_ref() == who) {
                     return Freed::Gone;
                 }
-                frees.push(client);
+                frees.push(who.cloned());
                 Freed::Yes
             }
             (None, None) => Freed::Gone,
@@ -139,7 +138,8 @@ impl CaptureArena {
 
     /// Applies the frees that came in while the object was filled.
     pub(super) fn apply_remembered(&mut self, id: u32) {
-        for client in self.remembered.remove(&id).unwrap_or_default() {
+        for who in self.remembered.remove(&id).unwrap_or_default() {
+            let client = who.and_then(|who| self.clients.index(&who));
             let alive = self.objects.get(id as usize).is_some_and(|o| o.state == State::Published);
             if !alive {
                 return;

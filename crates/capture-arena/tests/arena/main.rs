@@ -2,4 +2,8 @@
 #![cfg(not(loom))]
 
 mod common;
+mod lifetimes;
+mod model;
+mod pool;
+mod processes;
 mod reference;
