@@ -1,8 +1,8 @@
 //! Mooncake, found and loaded at run time. Nothing of it is needed to build this crate.
 //!
 //! - [`StoreApi`] and [`EngineApi`] are the few calls that the transports make, with raw pointers;
-//! - [`cabi`] (feature `mooncake`) serves them from C libraries that the dynamic loader opens;
-//! - [`python`] (feature `mooncake-python`) serves them from the official pip wheel, through an
+//! - `cabi` (feature `mooncake`) serves them from C libraries that the dynamic loader opens;
+//! - `python` (feature `mooncake-python`) serves them from the official pip wheel, through an
 //!   interpreter that is embedded at run time;
 //! - [`master`] starts and ends a `mooncake_master` of one's own, for tests and single hosts;
 //! - [`StoreCode`], [`EngineCode`] and [`TransferState`] give Mooncake's numbers a name, a kind and
@@ -10,7 +10,7 @@
 //!
 //! # What neither provider can guard against
 //! - A C++ exception that leaves a C function ends the process. The store's C functions catch all;
-//!   those of the transfer engine catch nothing (see [`cabi`]). The wheel turns exceptions into
+//!   those of the transfer engine catch nothing (see `cabi`). The wheel turns exceptions into
 //!   Python ones, which arrive as errors.
 //! - Mooncake cancels no transfer. After a failed or timed-out call the peer may still write into
 //!   the memory that was passed; the contracts of the traits say who has to keep it.

@@ -28,8 +28,7 @@ use mooncake_sys::{
 };
 use transport_core::{
     ByteSize, Destination, Dtype, FeatureName, FetchOptions, FetchRequest, Generation, Publication,
-    PublishOptions, Ready, RegionSlice, Result, SampleId, SampleKey, StoreId, Tensor, TensorMeta,
-    Transport,
+    PublishOptions, Ready, Result, SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
 };
 use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
 

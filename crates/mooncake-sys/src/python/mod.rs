@@ -3,8 +3,9 @@
 //! Nothing of Python is linked: `libpython` is opened by the dynamic loader, in the version that the
 //! wheel was built for, and only functions of its stable interface are used. So one build of this
 //! crate serves every Python from 3.10 on, and a build needs no Python. (Binding a fixed version at
-//! build time would save nothing at run time: a call costs well under a microsecond either way,
-//! which `examples/call_cost.rs` measures.)
+//! build time would save nothing at run time: a Python call costs well under a microsecond, the way to
+//! the interpreter's thread costs more, and both are small beside what Mooncake does;
+//! `examples/call_cost.rs` measures them.)
 //!
 //! The process has one interpreter, run by a few threads of its own ([`WheelOptions::threads`]);
 //! callers hand them a job and wait. Addresses go in as numbers, no payload is copied, and the calls

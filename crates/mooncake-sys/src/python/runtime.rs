@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, Once},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
@@ -17,7 +17,11 @@ use libloading::os::unix::Library;
 use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, Result};
 
-use super::{Wheel, WheelOptions, libpython::PythonTable, object::Gil};
+use super::{
+    Wheel, WheelOptions,
+    libpython::PythonTable,
+    object::{Argument, Gil},
+};
 use crate::{
     Search,
     loading::{Opened, Scope, open_file, preload},
@@ -99,6 +103,26 @@ impl Interpreter {
     /// The wheel that it was started for.
     pub fn wheel(&self) -> &Wheel {
         &self.shared.wheel
+    }
+
+    /// Measures what a call costs: the way to an interpreter thread and back, and one call of a
+    /// Python function there; means over `calls`.
+    pub fn round_trip(&self, calls: u32) -> Result<(Duration, Duration)> {
+        let calls = calls.max(1);
+        let start = Instant::now();
+        for _ in 0..calls {
+            self.run(|_| Ok(()))?;
+        }
+        let hop = start.elapsed() / calls;
+        let python = self.run(|gil| {
+            let int = gil.import(c"builtins")?.attribute(c"int")?;
+            let start = Instant::now();
+            for _ in 0..calls {
+                int.call([Argument::Number(7)])?.as_number()?;
+            }
+            Ok(start.elapsed() / calls)
+        })?;
+        Ok((hop, python))
     }
 
     /// Runs a job with the lock held and waits for it, however long it takes.
