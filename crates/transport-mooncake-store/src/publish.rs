@@ -126,10 +126,14 @@ pub(crate) fn run(
         samples.push(describe(shared, publication, &mut writes)?);
     }
     make_way(shared, flight, &samples, options.replace)?;
-    let result = write_all(shared, flight, &writes).and_then(|()| look_again(shared, &writes));
+    let mut touched = HashSet::new();
+    let result =
+        write_all(shared, flight, &writes, &mut touched).and_then(|()| look_again(shared, &writes));
     if let Err(error) = result {
         for (descriptor, resident) in samples {
-            let left = remove_all(shared, flight, &resident.keys, Duration::ZERO).left;
+            let ours = resident.keys.into_iter().filter(|key| touched.contains(key));
+            let ours: Vec<_> = ours.collect();
+            let left = remove_all(shared, flight, &ours, Duration::ZERO).left;
             shared.ledger.defer(descriptor.sample, left, false);
         }
         return Err(error);
@@ -241,7 +245,15 @@ fn make_way(
 }
 
 /// Writes every object, in calls of bounded size; waits for room until the deadline.
-fn write_all(shared: &Arc<Shared>, flight: &Flight, writes: &[Write]) -> Result<()> {
+///
+/// Keys that may hold bytes of ours afterwards, also after an error, go to `touched`: these and no
+/// others may be removed again.
+fn write_all(
+    shared: &Arc<Shared>,
+    flight: &Flight,
+    writes: &[Write],
+    touched: &mut HashSet<Arc<str>>,
+) -> Result<()> {
     let config = &shared.config;
     let mut rest = writes;
     while !rest.is_empty() {
@@ -252,13 +264,18 @@ fn write_all(shared: &Arc<Shared>, flight: &Flight, writes: &[Write]) -> Result<
         };
         let count = rest.iter().take(config.part_keys).take_while(fits).count().max(1);
         let (part, later) = rest.split_at(count);
-        write_part(shared, flight, part)?;
+        write_part(shared, flight, part, touched)?;
         rest = later;
     }
     Ok(())
 }
 
-fn write_part(shared: &Arc<Shared>, flight: &Flight, part: &[Write]) -> Result<()> {
+fn write_part(
+    shared: &Arc<Shared>,
+    flight: &Flight,
+    part: &[Write],
+    touched: &mut HashSet<Arc<str>>,
+) -> Result<()> {
     let sources: Vec<Source> =
         part.iter().map(|w| registered(shared, flight, w)).collect::<Result<_>>()?;
     let mut open: Vec<usize> = (0..part.len()).collect();
@@ -266,14 +283,23 @@ fn write_part(shared: &Arc<Shared>, flight: &Flight, part: &[Write]) -> Result<(
     loop {
         flight.check()?;
         let objects: Vec<_> = open.iter().map(|&i| (&*part[i].key, &sources[i])).collect();
+        touched.extend(open.iter().map(|&i| part[i].key.clone()));
         let results = io::put(&*shared.api, &objects, ReplicaPolicy::default())?;
-        let mut failed = Vec::new();
+        let (mut failed, mut fatal) = (Vec::new(), None);
         for (&i, result) in open.iter().zip(results) {
-            match result {
-                Ok(()) => {}
-                Err(code) if code.error("publish").is_temporary() => failed.push((i, code)),
-                Err(code) => return Err(code.error("publish").with("key", &part[i].key)),
+            let Err(code) = result else { continue };
+            if code == StoreCode::OBJECT_ALREADY_EXISTS {
+                touched.remove(&part[i].key); // another process was faster: it is not ours
             }
+            let error = code.error("publish").with("key", &part[i].key);
+            if error.is_temporary() {
+                failed.push((i, code));
+            } else {
+                fatal.get_or_insert(error);
+            }
+        }
+        if let Some(error) = fatal {
+            return Err(error);
         }
         let Some(&(first, code)) = failed.first() else { return Ok(()) };
         open = failed.iter().map(|f| f.0).collect();

@@ -355,6 +355,16 @@ async fn one_failed_object_undoes_the_batch() {
 }
 
 #[tokio::test]
+async fn another_writers_object_is_never_removed() {
+    let bed = bed_with(|c| c.part_keys = 5);
+    // The second call of two fails at its second key; the third sample is never tried.
+    bed.cluster.script([Fault::Put("b/g1/input_ids", -705)]);
+    let error = bed.publish(&["a", "b", "c"]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{error}");
+    assert_eq!(bed.cluster.keys(), ["s/b/g1/input_ids"], "theirs stays, ours is gone");
+}
+
+#[tokio::test]
 async fn a_write_that_fails_for_a_moment_is_repeated() {
     let bed = bed();
     bed.cluster.script([Fault::Put("target", -800), Fault::Put("input_ids", -901)]);

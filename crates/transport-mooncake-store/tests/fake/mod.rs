@@ -71,7 +71,8 @@ pub enum Fault {
     Get(&'static str, i32),
     /// A read that says `len` bytes, whatever was asked for.
     GetLen(&'static str, u64),
-    /// Writes of keys that hold the text answer the code.
+    /// Writes of keys that hold the text answer the code; -705 because another process has just
+    /// written the object.
     Put(&'static str, i32),
     /// A writer dies half-way: the write answers success, and the object is never complete.
     PutHalf(&'static str),
@@ -288,6 +289,15 @@ impl StoreApi for FakeStore {
                     _ => None,
                 });
                 if let Some(code) = fault.filter(|code| *code != OK) {
+                    if code == StoreCode::OBJECT_ALREADY_EXISTS.0 {
+                        let object = Object {
+                            bytes: vec![0xAA; item.len],
+                            complete: true,
+                            hard_pinned: true,
+                            leased_until: Instant::now(),
+                        };
+                        state.objects.insert(item.key.into(), object); // another's, just now
+                    }
                     return Err(StoreCode(code));
                 }
                 if state.objects.contains_key(item.key) {
