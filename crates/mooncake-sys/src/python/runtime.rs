@@ -1,0 +1,293 @@
+//! The process's interpreter and the threads that run it.
+
+use std::{
+    any::Any,
+    ffi::{CStr, CString, c_void},
+    fmt,
+    os::unix::ffi::OsStrExt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::{Path, PathBuf},
+    sync::{Arc, Once},
+    thread,
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
+use libloading::os::unix::Library;
+use parking_lot::Mutex;
+use transport_core::{Error, ErrorKind, Result};
+
+use super::{
+    Wheel, WheelOptions,
+    libpython::PythonTable,
+    object::{Argument, Gil},
+};
+use crate::{
+    Search,
+    loading::{Opened, Scope, open_file, preload},
+};
+
+const START: &str = "start Python";
+
+/// The interpreter, once it runs. A process has at most one, for good: Mooncake's threads and
+/// Python's own state cannot be taken down and set up again.
+static INTERPRETER: Mutex<Option<Interpreter>> = Mutex::new(None);
+
+type Job = Box<dyn FnOnce(Gil<'_>) + Send>;
+
+/// Handle to the process's embedded interpreter.
+#[derive(Clone)]
+pub struct Interpreter {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    jobs: Sender<Job>,
+    wheel: Wheel,
+    library: PathBuf,
+    threads: usize,
+}
+
+impl Interpreter {
+    /// Starts the interpreter for the wheel that `options` lead to, or gives the one that runs.
+    ///
+    /// Fails if one runs already for another directory of packages.
+    pub fn start(options: &WheelOptions) -> Result<Self> {
+        Wheel::check_threads(options.threads)?;
+        let wheel = Wheel::find(options)?;
+        let mut running = INTERPRETER.lock();
+        if let Some(running) = &*running {
+            let packages = &running.shared.wheel.packages;
+            if *packages == wheel.packages {
+                return Ok(running.clone());
+            }
+            return Err(Error::new(
+                ErrorKind::ConfigInvalid,
+                START,
+                "the process runs the interpreter for another directory of packages",
+            )
+            .with("running", packages.display())
+            .with("asked_for", wheel.packages.display()));
+        }
+        preload(&options.preload)?;
+        let started = Self::start_anew(wheel, options.threads)?;
+        Ok(running.insert(started).clone())
+    }
+
+    fn start_anew(wheel: Wheel, threads: usize) -> Result<Self> {
+        let (table, library) = open_python(&wheel)?;
+        let table: &'static PythonTable = Box::leak(Box::new(table));
+        let (jobs, queue) = unbounded::<Job>();
+        let (ready, started) = bounded(1);
+        for i in 0..threads {
+            let (queue, ready, wheel) = (queue.clone(), ready.clone(), wheel.clone());
+            thread::Builder::new()
+                .name(format!("mooncake-py-{i}"))
+                .spawn(move || interpreter_thread(table, &wheel, &queue, &ready))
+                .map_err(|e| Error::io(START, e))?;
+            // One after the other: the first starts the interpreter.
+            started.recv().map_err(|_| {
+                Error::new(ErrorKind::Unexpected, START, "the thread of the interpreter ended")
+            })??;
+        }
+        let shared = Shared { jobs, wheel, library, threads };
+        tracing::info!(
+            libpython = %shared.library.display(),
+            packages = %shared.wheel.packages.display(),
+            threads,
+            "started Python"
+        );
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// The wheel that it was started for.
+    pub fn wheel(&self) -> &Wheel {
+        &self.shared.wheel
+    }
+
+    /// Measures what a call costs: the way to an interpreter thread and back, and one call of a
+    /// Python function there; means over `calls`.
+    pub fn round_trip(&self, calls: u32) -> Result<(Duration, Duration)> {
+        let calls = calls.max(1);
+        let start = Instant::now();
+        for _ in 0..calls {
+            self.run(|_| Ok(()))?;
+        }
+        let hop = start.elapsed() / calls;
+        let python = self.run(|gil| {
+            let int = gil.import(c"builtins")?.attribute(c"int")?;
+            let start = Instant::now();
+            for _ in 0..calls {
+                int.call([Argument::Number(7)])?.as_number()?;
+            }
+            Ok(start.elapsed() / calls)
+        })?;
+        Ok((hop, python))
+    }
+
+    /// Runs a job with the lock held and waits for it, however long it takes.
+    pub(super) fn run<T: Send>(&self, job: impl FnOnce(Gil<'_>) -> Result<T> + Send) -> Result<T> {
+        let (reply, answer) = bounded(1);
+        let job: Box<dyn FnOnce(Gil<'_>) + Send + '_> = Box::new(move |gil| {
+            let result = catch_unwind(AssertUnwindSafe(|| job(gil)));
+            drop(reply.send(result)); // the receiver waits below
+        });
+        // SAFETY: only the lifetime changes. The job is run or dropped before this call returns:
+        // it waits for the answer, and a channel that closes without one has lost its sender,
+        // which lives in the job. What the job borrows outlives the call.
+        let job: Job =
+            unsafe { std::mem::transmute::<Box<dyn FnOnce(Gil<'_>) + Send + '_>, Job>(job) };
+        self.hand_over(job)?;
+        unpack(answer.recv().ok())
+    }
+
+    /// Runs a job with the lock held; gives up after `timeout`, while the job goes on.
+    pub(super) fn run_within<T: Send + 'static>(
+        &self,
+        timeout: Duration,
+        job: impl FnOnce(Gil<'_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (reply, answer) = bounded(1);
+        self.hand_over(Box::new(move |gil| {
+            let result = catch_unwind(AssertUnwindSafe(|| job(gil)));
+            drop(reply.send(result)); // nobody waits any more after the timeout
+        }))?;
+        match answer.recv_timeout(timeout) {
+            Ok(result) => unpack(Some(result)),
+            Err(RecvTimeoutError::Disconnected) => unpack(None),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(Error::new(ErrorKind::Timeout, "call Python", "the call still runs")
+                    .with("timeout_ms", timeout.as_millis()))
+            }
+        }
+    }
+
+    fn hand_over(&self, job: Job) -> Result<()> {
+        self.shared.jobs.send(job).map_err(|_| {
+            Error::new(ErrorKind::Closed, "call Python", "the interpreter's threads ended")
+        })
+    }
+}
+
+fn unpack<T>(answer: Option<Result<Result<T>, Box<dyn Any + Send>>>) -> Result<T> {
+    let lost = |message| Err(Error::new(ErrorKind::Unexpected, "call Python", message));
+    match answer {
+        Some(Ok(result)) => result,
+        Some(Err(_panic)) => lost("the job panicked"),
+        None => lost("the job was lost"),
+    }
+}
+
+impl fmt::Debug for Interpreter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Interpreter")
+            .field("packages", &self.shared.wheel.packages)
+            .field("library", &self.shared.library)
+            .field("threads", &self.shared.threads)
+            .finish()
+    }
+}
+
+/// The Python of this process if it runs one, else the first library that opens.
+fn open_python(wheel: &Wheel) -> Result<(PythonTable, PathBuf)> {
+    let own = Opened { library: Box::leak(Box::new(Library::this())), file: "this process".into() };
+    if let Ok(table) = PythonTable::resolve(&own) {
+        // SAFETY: takes nothing, may be called at any time.
+        if unsafe { (table.is_initialized)() } != 0 {
+            return Ok((table, own.file));
+        }
+    }
+    let mut search = Search::default();
+    for file in &wheel.libpython {
+        match open_file(file, Scope::Global) {
+            Ok(library) => {
+                let opened = Opened { library, file: file.clone() };
+                return Ok((PythonTable::resolve(&opened)?, opened.file));
+            }
+            Err(why) => search.missed(file.display(), why),
+        }
+    }
+    Err(search
+        .error(
+            START,
+            "shared library of Python",
+            "install the shared library of the Python that the wheel is installed for (a package \
+             such as libpython3.N, or a Python built with --enable-shared), or name its file",
+        )
+        .with("python", &wheel.python))
+}
+
+/// Starts the interpreter or joins it, reports, and runs jobs until the end of the process.
+fn interpreter_thread(
+    table: &'static PythonTable,
+    wheel: &Wheel,
+    queue: &Receiver<Job>,
+    ready: &Sender<Result<()>>,
+) {
+    // SAFETY: takes nothing, may be called at any time.
+    if unsafe { (table.is_initialized)() } == 0 {
+        if let Some(program) = &wheel.program {
+            set_program_name(table, program);
+        }
+        // SAFETY: the first thread of ours, and nobody else initialised it; 0 leaves signals alone.
+        unsafe { (table.initialize)(0) }
+    } else {
+        // SAFETY: the interpreter runs; gives this thread a state and the lock, for good.
+        unsafe { (table.ensure)() };
+    }
+    // SAFETY: both ways above leave this thread with the lock.
+    let gil = unsafe { Gil::assume(table) };
+    let prepared = prepare(table, wheel, gil);
+    let failed = prepared.is_err();
+    drop(ready.send(prepared)); // the starter waits for it
+    // SAFETY: this thread holds the lock and lets go of it; what comes back is its state.
+    let state: *mut c_void = unsafe { (table.save_thread)() };
+    if failed {
+        return;
+    }
+    while let Ok(job) = queue.recv() {
+        // SAFETY: the state of this thread, which does not hold the lock now.
+        unsafe { (table.restore_thread)(state) }
+        // SAFETY: this thread holds the lock until `save_thread`.
+        job(unsafe { Gil::assume(table) });
+        // SAFETY: this thread holds the lock; every object of the job is gone.
+        unsafe { (table.save_thread)() };
+    }
+}
+
+/// Lets the interpreter find its library and packages as the environment's own program would.
+fn set_program_name(table: &PythonTable, program: &Path) {
+    static ONCE: Once = Once::new();
+    let Some(set) = table.set_program_name else { return };
+    let Ok(name) = CString::new(program.as_os_str().as_bytes()) else { return };
+    ONCE.call_once(|| {
+        // SAFETY: a NUL-terminated text; the length is not asked for.
+        let wide = unsafe { (table.decode_locale)(name.as_ptr(), std::ptr::null_mut()) };
+        if !wide.is_null() {
+            // SAFETY: before initialisation; the text is never freed, as the function demands.
+            unsafe { set(wide) }
+        }
+    });
+}
+
+/// Checks the version and makes the wheel importable.
+fn prepare(table: &PythonTable, wheel: &Wheel, gil: Gil<'_>) -> Result<()> {
+    // SAFETY: takes nothing and gives a static text.
+    let text = unsafe { (table.version)() };
+    // SAFETY: a static, NUL-terminated text.
+    let version = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    let minor = version.split('.').take(2).collect::<Vec<_>>().join(".");
+    if minor != wheel.python {
+        return Err(Error::new(
+            ErrorKind::ConfigInvalid,
+            START,
+            "the interpreter has another version than the wheel was installed for",
+        )
+        .with("expected", &wheel.python)
+        .with("found", version));
+    }
+    let packages = wheel.packages.to_str().ok_or_else(|| {
+        Error::new(ErrorKind::InvalidInput, START, "the path of the packages is not UTF-8")
+    })?;
+    gil.import(c"sys")?.attribute(c"path")?.append_new(&gil.text(packages)?)
+}

@@ -1,0 +1,201 @@
+//! The wheel provider against the real wheel and a real master.
+#![cfg(feature = "mooncake-python")]
+
+mod support;
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    time::Duration,
+};
+
+use mooncake_sys::{
+    EngineApi, EngineSetup, GetItem, ProviderKind, PutItem, ReadPiece, ReplicaPolicy, StoreApi,
+    StoreCode, StoreSetup,
+    python::{Interpreter, WheelEngine, WheelOptions, WheelStore},
+};
+use transport_core::{ErrorKind, RemoteAddr};
+
+const MIB: usize = 1 << 20;
+
+fn store(master: std::net::SocketAddr, segment: usize) -> WheelStore {
+    let setup = StoreSetup::client("127.0.0.1", master.to_string()).segment(segment as u64);
+    WheelStore::connect(&WheelOptions::at(support::environment()), &setup).unwrap()
+}
+
+fn put(store: &WheelStore, key: &str, bytes: &[u8]) -> Result<(), StoreCode> {
+    let item = PutItem { key, start: bytes.as_ptr(), len: bytes.len() };
+    // SAFETY: the bytes are borrowed for the call.
+    unsafe { store.put(&[item], ReplicaPolicy::default()) }.unwrap()[0]
+}
+
+fn get(store: &WheelStore, key: &str, bytes: &mut [u8]) -> Result<u64, StoreCode> {
+    let item = GetItem { key, start: bytes.as_mut_ptr(), len: bytes.len() };
+    // SAFETY: the bytes are borrowed for the call, and no peer writes them after it: the segment
+    // is this process's own, so that every read is a copy within it.
+    unsafe { store.get(&[item]) }.unwrap()[0]
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn the_store_keeps_its_word() {
+    let master = support::master();
+    let store = store(master.address(), 64 * MIB);
+    let info = store.provider().clone();
+    assert_eq!(info.kind, ProviderKind::Wheel);
+    assert!(info.file.exists(), "{info}");
+    assert!(info.version.as_deref().is_some_and(|v| v.starts_with("0.3.1")), "{info}");
+    assert!(info.store.batch_remove);
+    assert!(store.hostname().unwrap().starts_with("127.0.0.1:"));
+    store.health().unwrap();
+
+    let mut memory = vec![7u8; MIB];
+    let start = memory.as_mut_ptr();
+    // SAFETY: the vector outlives the registration.
+    unsafe { store.register(start, MIB) }.unwrap();
+    // SAFETY: as above.
+    let twice = unsafe { store.register(start, MIB) }.unwrap_err();
+    assert_eq!(twice.context("code"), Some("-600"), "{twice}");
+
+    let (source, rest) = memory.split_at_mut(1000);
+    assert_eq!(put(&store, "a/b/g1/x", source), Ok(()));
+    assert_eq!(put(&store, "a/b/g1/x", &[1; 10]), Ok(()), "Mooncake keeps the old value");
+    assert_eq!(store.size("a/b/g1/x").unwrap(), Ok(1000));
+    assert_eq!(store.size("none").unwrap(), Err(StoreCode::OBJECT_NOT_FOUND));
+    assert_eq!(store.exists(&["a/b/g1/x", "none"]).unwrap(), [Ok(true), Ok(false)]);
+    assert_eq!(put(&store, "empty", &[]), Err(StoreCode::INVALID_PARAMS));
+
+    rest.fill(0);
+    assert_eq!(get(&store, "a/b/g1/x", &mut rest[..1000]), Ok(1000));
+    assert!(rest[..1000].iter().all(|&b| b == 7));
+    assert_eq!(get(&store, "a/b/g1/x", &mut rest[..2000]), Ok(1000), "longer: the true length");
+    assert_eq!(get(&store, "a/b/g1/x", &mut rest[..999]), Err(StoreCode::INVALID_PARAMS));
+    assert_eq!(get(&store, "none", &mut rest[..10]), Err(StoreCode::OBJECT_NOT_FOUND));
+
+    assert_eq!(
+        store.remove(&["a/b/g1/x"], false).unwrap(),
+        [Err(StoreCode::OBJECT_HAS_LEASE)],
+        "the read above gave a lease"
+    );
+    assert_eq!(
+        store.remove(&["a/b/g1/x", "none"], true).unwrap(),
+        [Ok(()), Err(StoreCode::OBJECT_NOT_FOUND)]
+    );
+    assert_eq!(
+        (0..9).map(|i| put(&store, &format!("full/{i}"), &memory)).filter(Result::is_err).count(),
+        0
+    );
+    let big = vec![0; 100 * MIB];
+    assert_eq!(put(&store, "too big", &big), Err(StoreCode::NO_AVAILABLE_HANDLE));
+
+    // SAFETY: no call names this memory any more.
+    unsafe { store.unregister(start) }.unwrap();
+    store.close().unwrap();
+    store.close().unwrap();
+    let closed = store.exists(&["x"]).unwrap_err();
+    assert_eq!(closed.kind(), ErrorKind::Closed, "the library would crash: {closed}");
+    master.stop();
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn data_calls_give_up_the_interpreters_lock() {
+    let master = support::master();
+    let store = store(master.address(), 160 * MIB);
+    let bytes = vec![3u8; 8 * MIB];
+    let keys: Vec<_> = (0..16).map(|i| format!("k{i}")).collect();
+    for key in &keys {
+        assert_eq!(put(&store, key, &bytes), Ok(()));
+    }
+    let mut memory = vec![0u8; 128 * MIB];
+    let start = memory.as_mut_ptr();
+    let item = |(i, key)| GetItem { key, start: start.wrapping_add(i * 8 * MIB), len: 8 * MIB };
+    let items: Vec<_> = keys.iter().map(String::as_str).enumerate().map(item).collect();
+    let (reading, others) = (AtomicBool::new(true), AtomicU32::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while reading.load(Ordering::SeqCst) {
+                store.hostname().unwrap();
+                others.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        while others.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        let before = others.load(Ordering::SeqCst);
+        // SAFETY: the memory is borrowed for the call, and reads are copies within this process.
+        let lens = unsafe { store.get(&items) }.unwrap();
+        let during = others.load(Ordering::SeqCst) - before;
+        reading.store(false, Ordering::SeqCst);
+        assert!(lens.iter().all(|&len| len == Ok(8 * MIB as u64)));
+        // With the lock held there would be one: the call that was waiting for its turn.
+        assert!(during > 2, "only {during} other calls while 128 MiB were read");
+    });
+    drop(store);
+    master.stop();
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn engines_read_each_other() {
+    let options = WheelOptions::at(support::environment());
+    let setup = EngineSetup::new("127.0.0.1", "tcp");
+    let owner = WheelEngine::start(&options, &setup).unwrap();
+    let reader = WheelEngine::start(&options, &setup).unwrap();
+    let peer = owner.session().unwrap();
+    assert_ne!(peer, reader.session().unwrap(), "two engines in one process");
+
+    let mut source: Vec<u8> = (0..MIB).map(|i| (i % 251) as u8).collect();
+    let mut destination = vec![0u8; MIB];
+    let (from, to) = (source.as_mut_ptr(), destination.as_mut_ptr());
+    // SAFETY: the vectors outlive the engines' registrations.
+    unsafe { owner.register(&[(from, MIB)]) }.unwrap();
+    // SAFETY: as above.
+    unsafe { reader.register(&[(to, MIB)]) }.unwrap();
+    let piece = |at: usize, len| ReadPiece {
+        local: to.wrapping_add(at),
+        remote: RemoteAddr(from as u64 + at as u64),
+        len,
+    };
+    let half = [piece(0, 1000), piece(1000, MIB / 2 - 1000)];
+    let rest = [piece(MIB / 2, 4096), piece(MIB / 2 + 4096, MIB / 2 - 4096)];
+    let patience = Duration::from_secs(20);
+    // SAFETY: the destinations are this test's alone, and registered until the end.
+    unsafe { reader.read(&peer, &half, false, patience) }.unwrap();
+    // SAFETY: as above.
+    unsafe { reader.read(&peer, &rest, true, patience) }.unwrap();
+    assert_eq!(source, destination);
+
+    let outside = [ReadPiece { remote: RemoteAddr(from as u64 + 2 * MIB as u64), ..half[0] }];
+    // SAFETY: as above.
+    let refused = unsafe { reader.read(&peer, &outside, true, patience) }.unwrap_err();
+    assert_eq!(refused.context("peer"), Some(peer.to_string().as_str()), "{refused}");
+    // SAFETY: no transfer runs.
+    unsafe { reader.unregister(&[to]) }.unwrap();
+    // SAFETY: as above.
+    let unknown = unsafe { reader.unregister(&[to]) };
+    assert!(unknown.is_err(), "a registration is taken back once");
+    owner.close().unwrap();
+    assert_eq!(owner.session().unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn a_process_runs_one_interpreter_for_one_wheel() {
+    Interpreter::start(&WheelOptions::at(support::environment())).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(dir.path().join("lib/python3.11/site-packages/mooncake")).unwrap();
+    let error = Interpreter::start(&WheelOptions::at(dir.path())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConfigInvalid, "{error}");
+    assert!(Interpreter::start(&WheelOptions::at(support::environment()).threads(0)).is_err());
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn an_absent_master_is_an_error_with_a_remedy() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let setup = StoreSetup::client("127.0.0.1", format!("127.0.0.1:{port}"));
+    let options = WheelOptions::at(support::environment());
+    let error = WheelStore::connect(&options, &setup).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+    assert!(error.context("master").is_some(), "{error}");
+}

@@ -1,0 +1,415 @@
+//! Fetching: whole objects into registered memory, tried again where that is safe.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use indexmap::IndexMap;
+use mooncake_sys::StoreCode;
+use transport_core::{
+    Descriptor, Destination, Error, ErrorKind, FeatureName, FetchRequest, Fetched, Location,
+    RegionMut, RegionSlice, Result, Tensor,
+};
+
+use crate::{
+    io,
+    layout::{Place, Plan},
+    transport::Shared,
+    workers::Flight,
+};
+
+/// One object on its way.
+struct Read {
+    key: Arc<str>,
+    len: usize,
+    region: Option<RegionMut>, // being filled; from the pool once it is needed
+    is_callers: bool,          // the region must come back as it is
+    bytes: Option<RegionSlice>,
+}
+
+/// One request on its way.
+struct Wanted {
+    descriptor: Arc<Descriptor>,
+    tensors: Vec<Part>,
+}
+
+/// One tensor of a request.
+struct Part {
+    index: usize, // in the descriptor
+    place: Place, // `object` counts over all requests
+    own: Option<RegionMut>,
+}
+
+/// Refuses what can never be fetched, before any byte moves.
+pub(crate) fn check(requests: &[FetchRequest]) -> Result<()> {
+    for FetchRequest { descriptor, names, destination, .. } in requests {
+        let fail = |kind, why: &'static str| {
+            Err(Error::new(kind, "fetch", why).with("key", &descriptor.sample))
+        };
+        if !matches!(descriptor.location, Location::Store) {
+            return fail(ErrorKind::InvalidInput, "the sample does not lie in a store");
+        }
+        let count = names.as_ref().map_or(descriptor.features.len(), Vec::len);
+        if let Some(names) = names {
+            let mut seen = HashSet::new();
+            for name in names {
+                if !descriptor.features.contains_key(name) || !seen.insert(name) {
+                    return fail(ErrorKind::InvalidInput, "a name is unknown or asked for twice")
+                        .map_err(|e| e.with("name", name));
+                }
+            }
+        }
+        match destination {
+            Destination::Pool => {}
+            Destination::Into(regions) => {
+                if regions.len() != count {
+                    return fail(ErrorKind::InvalidInput, "not one region for each tensor")
+                        .map_err(|e| e.with("expected", count).with("found", regions.len()));
+                }
+                for (region, (name, meta)) in regions.iter().zip(asked(descriptor, names)) {
+                    if !region.kind().is_host() {
+                        return fail(
+                            ErrorKind::Unsupported,
+                            "the store transport fills host memory only",
+                        );
+                    }
+                    if region.len() as u64 != meta.nbytes() {
+                        let error = Error::new(
+                            ErrorKind::InvalidInput,
+                            "fetch",
+                            "a region has another length",
+                        );
+                        return Err(error
+                            .with("key", descriptor.sample.object(name))
+                            .with("expected", meta.nbytes())
+                            .with("found", region.len()));
+                    }
+                }
+            }
+            _ => {
+                return fail(ErrorKind::Unsupported, "the store transport has no views")
+                    .map_err(|e| e.remedy("fetch into the pool or into memory of your own"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The tensors that a request asks for, in its order.
+fn asked<'a>(
+    descriptor: &'a Descriptor,
+    names: &'a Option<Vec<FeatureName>>,
+) -> Box<dyn Iterator<Item = (&'a FeatureName, &'a transport_core::TensorMeta)> + 'a> {
+    let all = &descriptor.features;
+    match names {
+        None => Box::new(all.iter().map(|(name, f)| (name, &f.meta))),
+        Some(names) => Box::new(
+            names
+                .iter()
+                .filter_map(|name| all.get_key_value(name).map(|(name, f)| (name, &f.meta))),
+        ),
+    }
+}
+
+/// Reads everything that is asked for. Blocks.
+pub(crate) fn run(
+    shared: &Shared,
+    flight: &Flight,
+    requests: Vec<FetchRequest>,
+) -> Result<Vec<Fetched>> {
+    let mut planned = Planned::default();
+    let wanted: Vec<_> =
+        requests.into_iter().map(|r| plan(shared, r, &mut planned)).collect::<Result<_>>()?;
+    let mut reads = planned.reads;
+    read_all(shared, flight, &mut reads)?;
+    let bytes = reads.iter().map(|r| r.len as u64).sum();
+    shared.ledger.host_bytes.fetch_add(bytes, Ordering::Relaxed);
+    Ok(wanted.into_iter().map(|w| assemble(shared, w, &reads)).collect())
+}
+
+/// The objects to read, each once: Mooncake answers a key that is twice in one call with success
+/// twice, and fills only one of the destinations.
+#[derive(Default)]
+struct Planned {
+    reads: Vec<Read>,
+    by_key: HashMap<Arc<str>, usize>,
+}
+
+impl Planned {
+    /// The read of an object; `own` gives memory of the caller to read it into, if it is new.
+    fn read(
+        &mut self,
+        key: &Arc<str>,
+        bytes: u64,
+        own: impl FnOnce() -> Option<RegionMut>,
+    ) -> Result<usize> {
+        let len = bytes as usize;
+        if let Some(&i) = self.by_key.get(key) {
+            if self.reads[i].len == len {
+                return Ok(i);
+            }
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                "fetch",
+                "two descriptors of the call give the same object different lengths",
+            )
+            .with("key", key)
+            .with("expected", self.reads[i].len)
+            .with("found", len));
+        }
+        let region = own();
+        let is_callers = region.is_some();
+        self.reads.push(Read { key: key.clone(), len, region, is_callers, bytes: None });
+        self.by_key.insert(key.clone(), self.reads.len() - 1);
+        Ok(self.reads.len() - 1)
+    }
+}
+
+fn plan(shared: &Shared, request: FetchRequest, planned: &mut Planned) -> Result<Wanted> {
+    let FetchRequest { descriptor, names, destination, .. } = request;
+    let resident = shared.ledger.resident(&descriptor.sample);
+    let described = descriptor.features.values().find_map(|f| f.seq);
+    if let (Some(found), Some(expected)) = (resident.and_then(|r| r.seq), described)
+        && expected != found
+    {
+        return Err(Error::new(ErrorKind::Stale, "fetch", "the sample was published anew")
+            .with("key", &descriptor.sample)
+            .with("expected", expected)
+            .with("found", found));
+    }
+    let plan = Plan::of_descriptor(shared.config.layout, &descriptor)?;
+    let indexes: Vec<usize> = match &names {
+        None => (0..descriptor.features.len()).collect(),
+        Some(names) => names.iter().filter_map(|n| descriptor.features.get_index_of(n)).collect(),
+    };
+    let mut own = match destination {
+        Destination::Into(regions) => regions.into_iter().map(Some).collect(),
+        _ => Vec::new(),
+    };
+    own.resize_with(indexes.len(), || None);
+    let mut tensors = Vec::with_capacity(indexes.len());
+    for (index, mut own) in indexes.into_iter().zip(own) {
+        let place = match plan.places[index] {
+            Place::Empty => Place::Empty,
+            Place::In { object, offset } => {
+                let object = &plan.objects[object];
+                let alone = object.tensors.len() == 1;
+                let direct = || {
+                    own.take_if(|region| {
+                        alone && shared.memory.knows(region.address(), region.len())
+                    })
+                };
+                let read = planned.read(&object.key, object.bytes, direct)?;
+                Place::In { object: read, offset }
+            }
+        };
+        tensors.push(Part { index, place, own });
+    }
+    Ok(Wanted { descriptor, tensors })
+}
+
+fn assemble(shared: &Shared, wanted: Wanted, reads: &[Read]) -> Fetched {
+    let Wanted { descriptor, tensors } = wanted;
+    let tensors: IndexMap<_, _> = tensors
+        .into_iter()
+        .map(|Part { index, place, own }| {
+            let (name, feature) =
+                descriptor.features.get_index(index).expect("planned from this descriptor");
+            let bytes = match place {
+                Place::Empty => None,
+                Place::In { object, offset } => {
+                    let object = reads[object].bytes.as_ref().expect("every read has succeeded");
+                    let start = offset as usize;
+                    let range = start..start + feature.meta.nbytes() as usize;
+                    Some(object.slice(range).expect("planned to lie inside"))
+                }
+            };
+            let data = match (own, bytes) {
+                (Some(mut own), Some(bytes)) => {
+                    let to = own.as_mut_bytes().expect("checked to be host memory");
+                    to.copy_from_slice(bytes.as_bytes().expect("the pool is host memory"));
+                    shared.ledger.copied_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+                    own.freeze()
+                }
+                (Some(empty), None) => empty.freeze(),
+                (None, Some(bytes)) => bytes,
+                (None, None) => RegionSlice::copy_of(&[]),
+            };
+            let tensor = Tensor::new(feature.meta.clone(), data).expect("as long as planned");
+            (name.clone(), tensor)
+        })
+        .collect();
+    Fetched::new(descriptor, tensors, false)
+}
+
+/// Reads every object, in calls of bounded size, some of them more than once.
+fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> {
+    let config = &shared.config;
+    let mut open: Vec<usize> = (0..reads.len()).collect();
+    let mut part_bytes = config.part_bytes.get();
+    let mut pause = config.backoff;
+    for attempt in 1.. {
+        let mut again: Vec<(usize, StoreCode)> = Vec::new();
+        let mut rest = &open[..];
+        while !rest.is_empty() {
+            let mut bytes = 0u64;
+            let fits = |&&i: &&usize| {
+                bytes = bytes.saturating_add(reads[i].len as u64);
+                bytes <= part_bytes
+            };
+            let count = rest.iter().take(config.part_keys).take_while(fits).count().max(1);
+            let (part, later) = rest.split_at(count);
+            read_part(shared, flight, reads, part, &mut again)?;
+            rest = later;
+        }
+        let Some(&(first, code)) = again.first() else { return Ok(()) };
+        let failed = |error: Error, reads: &[Read]| {
+            error
+                .with("key", &reads[first].key)
+                .with("failed_keys", again.len())
+                .with("attempts", attempt)
+        };
+        if attempt >= config.read_attempts {
+            return Err(failed(explain(code), reads));
+        }
+        if flight.pause(pause).is_err() {
+            return Err(failed(
+                Error::new(ErrorKind::Timeout, "fetch", "the deadline passed between attempts")
+                    .with("code", code),
+                reads,
+            ));
+        }
+        pause = (pause * 2).min(Duration::from_secs(1));
+        if again.iter().any(|(_, code)| *code == StoreCode::LEASE_EXPIRED) {
+            part_bytes = (part_bytes / 2).max(1); // each call takes new leases
+        }
+        shared.ledger.read_retries.fetch_add(again.len() as u64, Ordering::Relaxed);
+        open = again.into_iter().map(|(i, _)| i).collect();
+    }
+    unreachable!("the loop ends by returning")
+}
+
+fn explain(code: StoreCode) -> Error {
+    let error = code.error("fetch");
+    match code {
+        StoreCode::LEASE_EXPIRED => error.remedy(
+            "raise the master's default_kv_lease_ttl (and read_lease with it) or read less at a \
+             time: the read takes longer than its lease",
+        ),
+        _ => error,
+    }
+}
+
+/// Makes one call. Objects worth another attempt go to `again`; any other failure is an error.
+fn read_part(
+    shared: &Shared,
+    flight: &Flight,
+    reads: &mut [Read],
+    part: &[usize],
+    again: &mut Vec<(usize, StoreCode)>,
+) -> Result<()> {
+    let mut bytes = 0;
+    let mut regions = Vec::with_capacity(part.len());
+    for &i in part {
+        bytes += reads[i].len as u64;
+        regions.push(match reads[i].region.take() {
+            Some(region) => region,
+            None => shared
+                .memory
+                .take(reads[i].len, flight)
+                .map_err(|e| no_memory(shared, &reads[i], e))?,
+        });
+    }
+    let start = Instant::now();
+    let results = flight.transfer(bytes, || {
+        let mut objects: Vec<_> =
+            part.iter().zip(&mut regions).map(|(&i, region)| (&*reads[i].key, region)).collect();
+        io::get(&*shared.api, &mut objects)
+    })?;
+    let late = shared.config.read_lease.is_some_and(|lease| start.elapsed() >= lease);
+    let results = match results {
+        Ok(results) => results,
+        Err(error) => {
+            // These two are answered before anything is sent.
+            if !matches!(error.kind(), ErrorKind::Closed | ErrorKind::InvalidInput) {
+                regions.into_iter().for_each(|region| shared.memory.quarantine(region));
+            }
+            return Err(error);
+        }
+    };
+    let mut fatal = None;
+    for ((&i, region), result) in part.iter().zip(regions).zip(results) {
+        let read = &mut reads[i];
+        match result {
+            Ok(found) if found == read.len as u64 && !late => read.bytes = Some(region.freeze()),
+            Ok(found) if found == read.len as u64 => {
+                read.region = Some(region); // complete, but perhaps another object's
+                again.push((i, StoreCode::LEASE_EXPIRED));
+            }
+            Ok(found) => {
+                let kind =
+                    if found < read.len as u64 { ErrorKind::ShortRead } else { ErrorKind::Corrupt };
+                fatal.get_or_insert(wrong_length(kind, read, found));
+            }
+            Err(code @ (StoreCode::TRANSFER_FAIL | StoreCode::LEASE_EXPIRED)) => {
+                shared.memory.quarantine(region); // the peer may still write it
+                if read.is_callers {
+                    let error = explain(code).with("key", &read.key).remedy(
+                        "fetch again: memory of the caller is not tried twice, because the failed \
+                         transfer may still write it",
+                    );
+                    fatal.get_or_insert(error);
+                } else if shared.memory.quarantined_bytes() > shared.config.max_quarantined.get() {
+                    let error = Error::new(
+                        ErrorKind::CapacityExceeded,
+                        "fetch",
+                        "too much memory is in quarantine after failed reads",
+                    )
+                    .with("key", &read.key)
+                    .with("code", code)
+                    .with("quarantined_bytes", shared.memory.quarantined_bytes())
+                    .remedy("find out why reads fail; closing the transport gives the memory back");
+                    fatal.get_or_insert(error);
+                } else {
+                    again.push((i, code));
+                }
+            }
+            Err(StoreCode::INVALID_PARAMS) => {
+                fatal.get_or_insert(too_long(shared, read));
+            }
+            Err(code) if code.error("fetch").is_temporary() => {
+                read.region = Some(region);
+                again.push((i, code));
+            }
+            Err(code) => {
+                fatal.get_or_insert(code.error("fetch").with("key", &read.key));
+            }
+        }
+    }
+    fatal.map_or(Ok(()), Err)
+}
+
+/// Memory is short: perhaps only because the descriptor asks for more than there is.
+fn no_memory(shared: &Shared, read: &Read, error: Error) -> Error {
+    match shared.api.size(&read.key) {
+        Ok(Ok(found)) if found < read.len as u64 => wrong_length(ErrorKind::ShortRead, read, found),
+        _ => error.with("key", &read.key),
+    }
+}
+
+fn wrong_length(kind: ErrorKind, read: &Read, found: u64) -> Error {
+    Error::new(kind, "fetch", "the object has another length than described")
+        .with("key", &read.key)
+        .with("expected", read.len)
+        .with("found", found)
+}
+
+/// Finds out why the store refused a read: mostly because the object is longer than described.
+fn too_long(shared: &Shared, read: &Read) -> Error {
+    match shared.api.size(&read.key) {
+        Ok(Ok(found)) if found != read.len as u64 => wrong_length(ErrorKind::Corrupt, read, found),
+        _ => StoreCode::INVALID_PARAMS.error("fetch").with("key", &read.key),
+    }
+}

@@ -1,0 +1,52 @@
+//! [`Transport`](transport_core::Transport) over Mooncake Store: objects in a distributed pool.
+//!
+//! Each tensor is one hard-pinned object at `{store_id}/{sample_id}/g{gen}/{name}` whose value is
+//! the raw bytes: what today's capture servers write and trainers read. A tensor without bytes has
+//! no object. Payload only moves between objects and *registered* memory, through the batch calls;
+//! registration happens when the pool grows and never per call
+//! ([`StoreStats::registrations`] proves it).
+//!
+//! ```no_run
+//! # fn main() -> transport_core::Result<()> {
+//! use mooncake_sys::{StoreApi, StoreSetup};
+//! use transport_mooncake_store::{StoreConfig, StoreTransport};
+//! # fn connect(_: &StoreSetup) -> transport_core::Result<std::sync::Arc<dyn StoreApi>> { todo() }
+//! # fn todo() -> transport_core::Result<std::sync::Arc<dyn StoreApi>> { unreachable!() }
+//! let setup = StoreSetup::client("127.0.0.1", "127.0.0.1:50051");
+//! let transport = StoreTransport::start(connect(&setup)?, StoreConfig::default())?;
+//! # Ok(()) }
+//! ```
+//!
+//! # What the store cannot do, and what follows
+//! - It cannot tell two lives of a key apart. Within this process an older descriptor is recognised
+//!   by its sequence number; across processes it is not, so
+//!   [`Capabilities::staleness_checked`](transport_core::Capabilities::staleness_checked) is false.
+//! - It never overwrites: writing an existing key succeeds and keeps the old value. So a publish
+//!   looks before it writes, and again afterwards. Two *processes* that publish one key at the same
+//!   moment are not told apart.
+//! - It has no holds: a forced removal takes an object away under a reader, whose read then fails.
+//!   Only [`release`](transport_core::Transport::release) and a publish with `replace` remove.
+//! - Nothing is ever cancelled: memory of a read that failed half-way is quarantined until the
+//!   client is closed.
+//!
+//! # Grouped layout
+//! [`Layout::Grouped`] puts the small tensors of a sample into one object, `…/g{gen}/@small`, and
+//! so makes fewer, larger objects. It is off by default, because other readers of the store do not
+//! know it. Both sides must be configured alike; a descriptor does not say which layout it means.
+
+#![deny(unsafe_code)] // but for `io`
+
+mod config;
+mod fetch;
+mod io;
+mod layout;
+mod ledger;
+mod memory;
+mod publish;
+mod release;
+mod transport;
+mod workers;
+
+pub use config::{Layout, StoreConfig};
+pub use ledger::{DrainReport, StoreStats};
+pub use transport::StoreTransport;

@@ -1,0 +1,372 @@
+//! Publishing: look, write, look again; all or nothing.
+
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use indexmap::IndexMap;
+use mooncake_sys::{ReplicaPolicy, StoreCode};
+use transport_core::{
+    Descriptor, Error, ErrorKind, FeatureDescriptor, Location, Publication, PublishOptions, Ready,
+    RegionSlice, Result, SampleKey, Sequence,
+};
+
+use crate::{
+    io::{self, Source},
+    layout::Plan,
+    ledger::{Claim, Resident},
+    release::remove_all,
+    transport::Shared,
+    workers::Flight,
+};
+
+/// Lives of objects in this process, over all transports, so that no two are alike.
+static NEXT_SEQUENCE: AtomicU64 = AtomicU64::new(1);
+
+/// A batch that is written. Unless it is taken over, it is removed again: its caller went away.
+pub(crate) struct Placed {
+    shared: Arc<Shared>,
+    samples: Vec<(Descriptor, Resident)>,
+    claim: Option<Claim>,
+}
+
+impl Placed {
+    /// Hands the batch over to the caller.
+    pub(crate) fn take_over(mut self) -> Vec<Descriptor> {
+        let ledger = &self.shared.ledger;
+        let samples = std::mem::take(&mut self.samples);
+        let descriptors = samples.into_iter().map(|(descriptor, resident)| {
+            ledger.add(descriptor.sample.clone(), resident);
+            descriptor
+        });
+        descriptors.collect()
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        if self.samples.is_empty() {
+            return;
+        }
+        for (descriptor, resident) in self.samples.drain(..) {
+            self.shared.ledger.defer(descriptor.sample, resident.keys, false);
+        }
+        drop(self.claim.take());
+        self.shared.drain_soon();
+    }
+}
+
+/// One object to write.
+struct Write {
+    key: Arc<str>,
+    slices: Vec<RegionSlice>,
+    bytes: u64,
+}
+
+/// Refuses what can never be published, before any byte moves.
+pub(crate) fn check(batch: &[Publication]) -> Result<()> {
+    let mut seen = HashSet::new();
+    for publication in batch {
+        if !seen.insert(&publication.sample) {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                "publish",
+                "two samples of the batch have the same key",
+            )
+            .with("key", &publication.sample));
+        }
+        for (name, tensor) in &publication.tensors {
+            if !tensor.data.kind().is_host() {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    "publish",
+                    "the store transport takes host memory only",
+                )
+                .with("key", publication.sample.object(name))
+                .remedy("copy the tensor to host memory, or use a transport for device memory"));
+            }
+            let (expected, found) = (tensor.meta.nbytes(), tensor.data.len() as u64);
+            if expected != found {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    "publish",
+                    "the bytes do not fit element type and shape",
+                )
+                .with("key", publication.sample.object(name))
+                .with("expected", expected)
+                .with("found", found));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Writes a batch. Blocks.
+pub(crate) fn run(
+    shared: &Arc<Shared>,
+    flight: &Flight,
+    batch: Vec<Publication>,
+    options: &PublishOptions,
+    claim: Claim,
+) -> Result<Placed> {
+    for publication in &batch {
+        if let Ready::After(event) = &publication.ready {
+            event.wait(flight.remaining())?;
+            flight.pause(Duration::ZERO)?;
+        }
+    }
+    let mut samples = Vec::with_capacity(batch.len());
+    let mut writes = Vec::new();
+    for publication in batch {
+        samples.push(describe(shared, publication, &mut writes)?);
+    }
+    make_way(shared, flight, &samples, options.replace)?;
+    let mut touched = HashSet::new();
+    let result =
+        write_all(shared, flight, &writes, &mut touched).and_then(|()| look_again(shared, &writes));
+    if let Err(error) = result {
+        for (descriptor, resident) in samples {
+            let ours = resident.keys.into_iter().filter(|key| touched.contains(key));
+            let ours: Vec<_> = ours.collect();
+            let left = remove_all(shared, flight, &ours, Duration::ZERO).left;
+            shared.ledger.defer(descriptor.sample, left, false);
+        }
+        return Err(error);
+    }
+    let bytes = writes.iter().map(|w| w.bytes).sum();
+    shared.ledger.host_bytes.fetch_add(bytes, Ordering::Relaxed);
+    Ok(Placed { shared: shared.clone(), samples, claim: Some(claim) })
+}
+
+fn describe(
+    shared: &Shared,
+    publication: Publication,
+    writes: &mut Vec<Write>,
+) -> Result<(Descriptor, Resident)> {
+    let Publication { sample, tensors, aux_layer_ids, .. } = publication;
+    let plan = Plan::of_tensors(shared.config.layout, &sample, &tensors)?;
+    let seq = Sequence(NEXT_SEQUENCE.fetch_add(1, Ordering::Relaxed));
+    let features: IndexMap<_, _> = tensors
+        .iter()
+        .map(|(name, t)| (name.clone(), FeatureDescriptor::new(t.meta.clone(), None, Some(seq))))
+        .collect();
+    let mut keys = Vec::with_capacity(plan.objects.len());
+    for object in plan.objects {
+        let slices = object.tensors.iter().map(|&i| tensors[i].data.clone()).collect();
+        keys.push(object.key.clone());
+        writes.push(Write { key: object.key, slices, bytes: object.bytes });
+    }
+    let descriptor = Descriptor::new(sample, features, aux_layer_ids, Location::Store)?;
+    let resident = Resident { bytes: descriptor.nbytes(), keys, seq: Some(seq) };
+    Ok((descriptor, resident))
+}
+
+/// Refuses keys that exist, or removes them if they are to be replaced: at once and before the new
+/// ones are written, because the store has no other way. A publish that fails after that leaves
+/// neither.
+///
+/// Mooncake would answer the write of an existing key with success and keep the old value.
+fn make_way(
+    shared: &Arc<Shared>,
+    flight: &Flight,
+    samples: &[(Descriptor, Resident)],
+    replace: bool,
+) -> Result<()> {
+    let ledger = &shared.ledger;
+    // What an earlier call could not remove must be gone first, or its removal, repeated later,
+    // would take the new objects.
+    for (descriptor, _) in samples {
+        let Some(pending) = ledger.take_pending(&descriptor.sample) else { continue };
+        let removal = remove_all(shared, flight, &pending.keys, flight.remaining());
+        if !removal.left.is_empty() {
+            ledger.defer(descriptor.sample.clone(), removal.left, pending.is_release);
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "publish",
+                "objects of an earlier life of the sample cannot be removed yet",
+            )
+            .with("sample", &descriptor.sample));
+        }
+        if pending.is_release {
+            ledger.released.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let exists = |key: &dyn std::fmt::Display| {
+        Err(Error::new(ErrorKind::AlreadyExists, "publish", "the key exists")
+            .with("key", key)
+            .remedy("publish under another generation, or ask to replace"))
+    };
+    if !replace {
+        // A sample without objects exists only in the ledger.
+        let empty = samples.iter().find(|(_, resident)| resident.keys.is_empty());
+        if let Some((descriptor, _)) = empty
+            && ledger.is_resident(&descriptor.sample)
+        {
+            return exists(&descriptor.sample);
+        }
+        let keys: Vec<&str> =
+            samples.iter().flat_map(|(_, r)| &r.keys).map(AsRef::as_ref).collect();
+        for part in keys.chunks(shared.config.part_keys) {
+            for (key, found) in part.iter().zip(shared.api.exists(part)?) {
+                match found {
+                    Ok(false) => {}
+                    Ok(true) => return exists(key),
+                    Err(code) => return Err(code.error("publish").with("key", key)),
+                }
+            }
+        }
+        return Ok(());
+    }
+    let mut keys: Vec<Arc<str>> = Vec::new();
+    for (descriptor, resident) in samples {
+        let old = ledger.resident(&descriptor.sample).map(|r| r.keys).unwrap_or_default();
+        let gone = old.into_iter().filter(|key| !resident.keys.contains(key));
+        keys.extend(resident.keys.iter().cloned().chain(gone));
+    }
+    let removal = remove_all(shared, flight, &keys, flight.remaining());
+    match removal.left.first() {
+        None => {
+            for (descriptor, _) in samples {
+                let was_resident = ledger.forget(&descriptor.sample);
+                ledger.released.fetch_add(was_resident.into(), Ordering::SeqCst);
+            }
+            Ok(())
+        }
+        Some(key) => Err(removal
+            .error
+            .unwrap_or_else(|| Error::new(ErrorKind::Busy, "publish", "the old object stays"))
+            .with("key", key)),
+    }
+}
+
+/// Writes every object, in calls of bounded size; waits for room until the deadline.
+///
+/// Keys that may hold bytes of ours afterwards, also after an error, go to `touched`: these and no
+/// others may be removed again.
+fn write_all(
+    shared: &Arc<Shared>,
+    flight: &Flight,
+    writes: &[Write],
+    touched: &mut HashSet<Arc<str>>,
+) -> Result<()> {
+    let config = &shared.config;
+    let mut rest = writes;
+    while !rest.is_empty() {
+        let mut bytes = 0u64;
+        let fits = |w: &&Write| {
+            bytes = bytes.saturating_add(w.bytes);
+            bytes <= config.part_bytes.get()
+        };
+        let count = rest.iter().take(config.part_keys).take_while(fits).count().max(1);
+        let (part, later) = rest.split_at(count);
+        write_part(shared, flight, part, touched)?;
+        rest = later;
+    }
+    Ok(())
+}
+
+fn write_part(
+    shared: &Arc<Shared>,
+    flight: &Flight,
+    part: &[Write],
+    touched: &mut HashSet<Arc<str>>,
+) -> Result<()> {
+    let sources: Vec<Source> =
+        part.iter().map(|w| registered(shared, flight, w)).collect::<Result<_>>()?;
+    let mut open: Vec<usize> = (0..part.len()).collect();
+    let mut pause = shared.config.backoff;
+    loop {
+        flight.check()?;
+        let objects: Vec<_> = open.iter().map(|&i| (&*part[i].key, &sources[i])).collect();
+        touched.extend(open.iter().map(|&i| part[i].key.clone()));
+        let results = io::put(&*shared.api, &objects, ReplicaPolicy::default())?;
+        let (mut failed, mut fatal) = (Vec::new(), None);
+        for (&i, result) in open.iter().zip(results) {
+            let Err(code) = result else { continue };
+            if code == StoreCode::OBJECT_ALREADY_EXISTS {
+                touched.remove(&part[i].key); // another process was faster: it is not ours
+            }
+            let error = code.error("publish").with("key", &part[i].key);
+            if error.is_temporary() {
+                failed.push((i, code));
+            } else {
+                fatal.get_or_insert(error);
+            }
+        }
+        if let Some(error) = fatal {
+            return Err(error);
+        }
+        let Some(&(first, code)) = failed.first() else { return Ok(()) };
+        open = failed.iter().map(|f| f.0).collect();
+        if flight.remaining() <= pause || flight.pause(pause).is_err() {
+            return Err(no_room(code, &part[first], &open, part));
+        }
+        pause = (pause * 2).min(Duration::from_secs(1));
+    }
+}
+
+fn no_room(code: StoreCode, first: &Write, open: &[usize], part: &[Write]) -> Error {
+    let bytes: u64 = open.iter().map(|&i| part[i].bytes).sum();
+    let error = code
+        .error("publish")
+        .with("key", &first.key)
+        .with("objects", open.len())
+        .with("requested_bytes", bytes);
+    if code == StoreCode::NO_AVAILABLE_HANDLE {
+        return error.remedy(
+            "release samples, mount more object memory, or publish less at a time: an object \
+             needs one free range of its size in one segment",
+        );
+    }
+    error
+}
+
+/// The bytes of an object in registered memory: where they are, if they are in one piece there,
+/// else copied.
+fn registered(shared: &Shared, flight: &Flight, write: &Write) -> Result<Source> {
+    if let Some(source) = Source::new(write.slices.clone())
+        && shared.memory.knows(source.address(), source.len())
+    {
+        return Ok(source);
+    }
+    let copy = shared.memory.gather(&write.slices, flight)?;
+    shared.ledger.copied_bytes.fetch_add(write.bytes, Ordering::Relaxed);
+    Ok(Source::new(vec![copy]).expect("one slice lies end to end"))
+}
+
+/// Makes sure that every object can be read: a writer that died half-way leaves its key taken but
+/// unreadable, and the write above succeeds all the same.
+fn look_again(shared: &Shared, writes: &[Write]) -> Result<()> {
+    let keys: Vec<&str> = writes.iter().map(|w| &*w.key).collect();
+    for part in keys.chunks(shared.config.part_keys) {
+        for (key, found) in part.iter().zip(shared.api.exists(part)?) {
+            match found {
+                Ok(true) => {}
+                Ok(false) => {
+                    return Err(Error::new(
+                        ErrorKind::Unexpected,
+                        "publish",
+                        "the object cannot be read after it was written",
+                    )
+                    .with("key", key)
+                    .remedy(
+                        "a writer that died may hold the key: publish under another generation, \
+                         or wait until the master gives it up",
+                    ));
+                }
+                Err(code) => return Err(code.error("publish").with("key", key)),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The samples of a batch.
+pub(crate) fn samples(batch: &[Publication]) -> Vec<SampleKey> {
+    batch.iter().map(|p| p.sample.clone()).collect()
+}

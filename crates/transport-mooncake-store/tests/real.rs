@@ -1,0 +1,310 @@
+//! The transport over a real Mooncake Store: the wheel, a master, and Python on the other side.
+//!
+//! `cargo xtask test` prepares what these need. By hand:
+//! `FEATURESTORE_MOONCAKE_VENV=… cargo test -p transport-mooncake-store --features mooncake-python
+//! --test real -- --include-ignored`.
+#![cfg(feature = "mooncake-python")]
+
+#[path = "../../mooncake-sys/tests/support/mod.rs"]
+mod support;
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    net::SocketAddr,
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use async_trait::async_trait;
+use indexmap::IndexMap;
+use mooncake_sys::{
+    StoreApi, StoreSetup,
+    master::{ManagedMaster, MasterOptions},
+    python::{WheelOptions, WheelStore},
+};
+use transport_core::{
+    ByteSize, Descriptor, Destination, Dtype, ErrorKind, FeatureDescriptor, FeatureName,
+    FetchOptions, FetchRequest, Generation, Location, Publication, PublishOptions, Ready,
+    RegionSlice, Release, Result, SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
+    conformance::{Case, Harness, Need, Outcome, Pair, Setup, cases},
+};
+use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
+
+const MIB: u64 = 1 << 20;
+
+fn client(master: SocketAddr, segment: u64) -> Arc<dyn StoreApi> {
+    let setup = StoreSetup::client("127.0.0.1", master.to_string()).segment(segment);
+    Arc::new(WheelStore::connect(&WheelOptions::at(support::environment()), &setup).unwrap())
+}
+
+fn transport(master: SocketAddr, segment: u64, config: StoreConfig) -> Arc<StoreTransport> {
+    Arc::new(StoreTransport::start(client(master, segment), config).unwrap())
+}
+
+fn small() -> StoreConfig {
+    StoreConfig::default().pool(ByteSize::mib(256), ByteSize::mib(0))
+}
+
+fn pattern(len: u64, seed: u64) -> Vec<u8> {
+    (0..len).map(|i| ((7 * i + seed) % 256) as u8).collect()
+}
+
+fn publication(id: &str, lens: &[u64]) -> Publication {
+    let tensors = lens.iter().enumerate().map(|(i, &len)| {
+        let meta = TensorMeta::new(Dtype::Uint8, [len]).unwrap();
+        let data = RegionSlice::copy_of(&pattern(len, i as u64));
+        (FeatureName::new(format!("t{i}")).unwrap(), Tensor::new(meta, data).unwrap())
+    });
+    Publication::new(sample(id), tensors.collect(), Ready::Now)
+}
+
+fn sample(id: &str) -> SampleKey {
+    SampleKey::new(StoreId::new("real").unwrap(), SampleId::new(id).unwrap(), Generation(1))
+}
+
+async fn publish(transport: &StoreTransport, ids: &[&str], lens: &[u64]) -> Vec<Arc<Descriptor>> {
+    let batch = ids.iter().map(|id| publication(id, lens)).collect();
+    let described = transport.publish(batch, PublishOptions::default()).await.unwrap();
+    described.into_iter().map(Arc::new).collect()
+}
+
+async fn fetch(transport: &StoreTransport, described: &[Arc<Descriptor>]) -> Result<()> {
+    let request = |d: &Arc<Descriptor>| FetchRequest::new(d.clone(), Destination::Pool);
+    let requests = described.iter().map(request).collect();
+    for fetched in transport.fetch(requests, FetchOptions::default()).await? {
+        for (i, tensor) in fetched.tensors.values().enumerate() {
+            let want = pattern(tensor.meta.nbytes(), i as u64);
+            assert!(tensor.data.as_bytes().unwrap() == want, "tensor {i} differs");
+        }
+    }
+    Ok(())
+}
+
+fn releases(described: &[Arc<Descriptor>]) -> Vec<Release> {
+    described.iter().map(|d| d.clone().into()).collect()
+}
+
+/// A Python process with a store client; ended when dropped.
+struct Peer {
+    child: Child,
+    answers: BufReader<std::process::ChildStdout>,
+}
+
+impl Peer {
+    fn start(master: SocketAddr, segment: u64) -> Self {
+        let mut child = Command::new(support::environment().join("bin/python"))
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/peer.py"))
+            .args([master.to_string(), segment.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        let mut peer = Self { child, answers };
+        assert_eq!(peer.answer(), r#"{"setup": 0}"#);
+        peer
+    }
+
+    fn answer(&mut self) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            assert!(self.answers.read_line(&mut line).unwrap() > 0, "the peer ended");
+            if let Some(answer) = line.trim().strip_prefix("@@") {
+                return answer.to_owned();
+            }
+        }
+    }
+
+    fn ask(&mut self, command: &str, key: &str, length: u64, seed: u64) -> String {
+        let stdin = self.child.stdin.as_mut().unwrap();
+        writeln!(stdin, r#"{{"cmd":"{command}","key":"{key}","length":{length},"seed":{seed}}}"#)
+            .unwrap();
+        self.answer()
+    }
+
+    /// Ends the process without a goodbye.
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill(); // fails only if it ended already
+        let _ = self.child.wait();
+    }
+}
+
+#[derive(Debug)]
+struct Real {
+    master: SocketAddr,
+}
+
+#[async_trait]
+impl Harness for Real {
+    fn name(&self) -> String {
+        "store transport over a real store".into()
+    }
+
+    async fn pair(&self, setup: &Setup) -> Result<Pair> {
+        let segment = (2 * setup.arena_bytes).max(64 * MIB);
+        let publisher: Arc<dyn Transport> = transport(self.master, segment, small());
+        Ok(Pair::new(publisher, transport(self.master, 0, small())))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+async fn the_conformance_suite_holds() {
+    let master = support::master();
+    let harness = Real { master: master.address() };
+    // A pair takes two seconds to come and go, so cases that cannot apply are left out beforehand;
+    // tests/conformance.rs lists them, and explains the one exception.
+    let applies = |c: &&Case| c.needs.iter().all(|need| *need == Need::NoDeviceMemory);
+    let cases: Vec<_> = cases().iter().filter(applies).collect();
+    assert!(cases.len() >= 25, "only {} cases apply", cases.len());
+    for case in cases {
+        let expected_to_fail = case.name == "replacing_shows_the_new_bytes";
+        match case.run(&harness).await {
+            Outcome::Passed => assert!(!expected_to_fail, "{} passed", case.name),
+            Outcome::NotApplicable(why) => println!("{}: {why}", case.name),
+            Outcome::Failed(why) => assert!(expected_to_fail, "{}: {why}", case.name),
+        }
+    }
+    master.stop();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+async fn python_reads_what_rust_wrote_and_the_other_way_round() {
+    let master = support::master();
+    let mut peer = Peer::start(master.address(), 64 * MIB);
+    let trainer = transport(master.address(), 0, small());
+    let registered = |t: &StoreTransport| t.stats().registrations;
+
+    let described = publish(&trainer, &["rust"], &[100_000, 8, 3 * MIB]).await;
+    for (i, len) in [(0, 100_000), (1, 8), (2, 3 * MIB)] {
+        let answer = peer.ask("get", &format!("real/rust/g1/t{i}"), len, i);
+        assert_eq!(answer, format!(r#"{{"found": {len}, "equal": true}}"#));
+    }
+    let after_warm_up = registered(&trainer);
+
+    for (i, len) in [(0, 70_000u64), (1, 2 * MIB)] {
+        assert_eq!(peer.ask("put", &format!("real/python/g1/t{i}"), len, i), "0");
+    }
+    let features: IndexMap<_, _> = [(0, 70_000), (1, 2 * MIB)]
+        .into_iter()
+        .map(|(i, len)| {
+            let meta = TensorMeta::new(Dtype::Uint8, [len]).unwrap();
+            let feature = FeatureDescriptor::new(meta, None, None);
+            (FeatureName::new(format!("t{i}")).unwrap(), feature)
+        })
+        .collect();
+    let python = Descriptor::new(sample("python"), features, None, Location::Store).unwrap();
+    let all = [described, vec![Arc::new(python)]].concat();
+    for _ in 0..3 {
+        fetch(&trainer, &all).await.unwrap();
+    }
+    assert_eq!(registered(&trainer), after_warm_up, "none on the hot path");
+    assert_eq!(master.metric("master_key_count").unwrap(), 5.0);
+    let report = trainer.release(releases(&all)).await.unwrap();
+    assert_eq!((report.released, report.already_gone), (2, 0), "leased or not");
+    let report = trainer.release(releases(&all)).await.unwrap();
+    assert_eq!((report.released, report.already_gone), (0, 2));
+    assert_eq!(master.metric("master_key_count").unwrap(), 0.0);
+    assert_eq!(master.metric("master_allocated_bytes").unwrap(), 0.0);
+    trainer.close().await.unwrap();
+    drop(peer);
+    master.stop();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+async fn a_full_store_is_an_error_and_nothing_stays() {
+    let master = support::master();
+    for layout in [Layout::PerTensor, Layout::Grouped { below: ByteSize::mib(64) }] {
+        let store = transport(master.address(), 32 * MIB, small().layout(layout));
+        let batch = (0..8).map(|i| publication(&format!("{i}"), &[4 * MIB, 4 * MIB])).collect();
+        let options = PublishOptions::default().deadline(Duration::from_secs(2));
+        let error = store.publish(batch, options).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::CapacityExceeded, "{error}");
+        assert_eq!(error.context("code"), Some("-200"), "{error}");
+        assert_eq!(master.metric("master_key_count").unwrap(), 0.0);
+        let described = publish(&store, &["a"], &[4 * MIB, 4 * MIB]).await;
+        fetch(&store, &described).await.unwrap();
+        store.close().await.unwrap();
+    }
+    master.stop();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+async fn a_killed_segment_owner_is_an_error_in_time() {
+    let master = support::master();
+    let mut owner = Peer::start(master.address(), 64 * MIB);
+    let trainer = transport(master.address(), 0, small());
+    let described = publish(&trainer, &["a", "b"], &[100_000, 8]).await;
+    fetch(&trainer, &described).await.unwrap();
+    owner.kill();
+    let start = Instant::now();
+    let request = FetchRequest::new(described[0].clone(), Destination::Pool);
+    let options = FetchOptions::default().deadline(Duration::from_secs(5));
+    let error = trainer.fetch(vec![request], options).await.unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(7), "{:?}", start.elapsed());
+    println!("after {:?}: {error}", start.elapsed());
+    // A new owner of memory makes the store usable again, under the same keys.
+    let _owner = Peer::start(master.address(), 64 * MIB);
+    let start = Instant::now();
+    let report = trainer.release(releases(&described)).await.unwrap();
+    println!("release after {:?}: {report:?}", start.elapsed());
+    assert_eq!(report.released + report.already_gone + report.unconfirmed, 2);
+    let drained = trainer.drain_removals(Duration::from_secs(30)).await.unwrap();
+    assert_eq!(drained.remaining, 0, "{drained:?}");
+    let again = publish(&trainer, &["a", "b"], &[100_000, 8]).await;
+    fetch(&trainer, &again).await.unwrap();
+    drop(trainer);
+    master.stop();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+async fn a_restarted_master_has_forgotten_and_says_so() {
+    let options = MasterOptions::of_environment(&support::environment());
+    let master = ManagedMaster::start(&options).unwrap();
+    let address = master.address();
+    let store = transport(address, 64 * MIB, small());
+    let described = publish(&store, &["a", "b"], &[100_000, 8]).await;
+    fetch(&store, &described).await.unwrap();
+    master.stop();
+    let request = FetchRequest::new(described[0].clone(), Destination::Pool);
+    let limit = FetchOptions::default().deadline(Duration::from_secs(5));
+    let start = Instant::now();
+    let error = store.fetch(vec![request], limit).await.unwrap_err();
+    println!("without a master, after {:?}: {error}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(7));
+
+    let master = ManagedMaster::start_at(&options, address.port()).unwrap();
+    // The client finds the new master by itself, and mounts its memory again, within its own time.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let again = loop {
+        let batch = vec![publication("c", &[1000])];
+        let options = PublishOptions::default().deadline(Duration::from_secs(5));
+        match store.publish(batch, options).await {
+            Ok(described) => break Arc::new(described.into_iter().next().unwrap()),
+            Err(error) if Instant::now() < deadline => println!("not yet: {error}"),
+            Err(error) => panic!("the client does not come back: {error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    };
+    fetch(&store, &[again]).await.unwrap();
+    let error = fetch(&store, &described).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "old references are refused: {error}");
+    let report = store.release(releases(&described)).await.unwrap();
+    assert_eq!(report.already_gone, 2, "{report:?}");
+    drop(store);
+    master.stop();
+}
