@@ -78,7 +78,7 @@ fn the_documented_request_gets_the_documented_answer() {
         let feature = &found["features"][name];
         assert_eq!((&feature["shape"], &feature["dtype"]), (&shape, &json!(dtype)), "{name}");
         let address = feature["address"].as_u64().expect("an address");
-        assert!(address > 0 && address % 512 == 0, "{name}: {address:#x}");
+        assert!(address > 0 && address.is_multiple_of(512), "{name}: {address:#x}");
         assert!(addresses.insert(address), "two tensors at one place");
         assert!(feature["seq"].as_u64().is_some_and(|seq| seq > 0), "{feature}");
     }
