@@ -4,7 +4,7 @@ use std::{io::IsTerminal, path::PathBuf, process::ExitCode};
 
 use clap::{Args, Parser, Subcommand};
 use featurestore::{
-    ServerConfig, Settings, TransportChoice,
+    Config, ServerConfig, Settings, TransportChoice,
     config::Problems,
     input::Folder,
     pipeline::{self, Options},
@@ -45,7 +45,11 @@ enum Command {
     Config(ConfigCommand),
     /// The pipeline's trainer; started by the pipeline.
     #[command(hide = true)]
-    Trainer,
+    Trainer {
+        /// TOML file with settings.
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
+    },
 }
 
 #[derive(Debug, Subcommand)]
@@ -92,12 +96,16 @@ struct PipelineArgs {
     /// Capture servers to start.
     #[arg(long, default_value_t = 2)]
     servers: usize,
-    /// Arena of each server.
-    #[arg(long, default_value = "2GiB")]
-    arena: ByteSize,
-    /// How the trainer reads: auto, shm or tcp.
-    #[arg(long, default_value = "auto")]
-    transport: TransportChoice,
+    /// TOML file with settings; flags and FEATURESTORE_* variables come before it. What counts
+    /// here: arena, arena_kind, transport, strict, pool, lease, deadline, token.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Arena of each server [default: 2GiB].
+    #[arg(long)]
+    arena: Option<ByteSize>,
+    /// How the trainer reads: auto, shm or tcp [default: auto].
+    #[arg(long)]
+    transport: Option<TransportChoice>,
     /// Fail when the best transport is not available, rather than take another.
     #[arg(long)]
     strict: bool,
@@ -127,6 +135,24 @@ struct PipelineArgs {
     json: bool,
     #[command(flatten)]
     model: ModelArgs,
+}
+
+impl PipelineArgs {
+    fn settings(&self) -> Result<Settings> {
+        let mut settings = layered(self.config.as_deref())?.or_default("arena", "2GiB")?;
+        let given = [
+            ("arena", self.arena.map(|size| size.to_string())),
+            ("transport", self.transport.map(|choice| choice.to_string())),
+            ("pool", self.pool.map(|size| size.to_string())),
+            ("strict", self.strict.then(|| "true".to_owned())),
+        ];
+        for (name, value) in given {
+            if let Some(value) = value {
+                settings.set(name, value)?;
+            }
+        }
+        Ok(settings)
+    }
 }
 
 #[derive(Debug, Args)]
@@ -218,9 +244,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Pipeline(args) => pipeline(&args),
         Command::CaptureServer(args) => capture_server(&args),
         Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
-        Command::Trainer => runtime(1, 4).and_then(|runtime| {
-            runtime.block_on(pipeline::trainer::run()).map(|()| ExitCode::SUCCESS)
-        }),
+        Command::Trainer { config } => trainer(config.as_deref()),
     };
     outcome.unwrap_or_else(|error| {
         eprintln!("featurestore: {error}");
@@ -238,12 +262,16 @@ fn runtime(workers: usize, blocking: usize) -> Result<tokio::runtime::Runtime> {
 }
 
 fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
+    let settings = args.settings()?;
+    let config = Config::from_settings(&settings)?;
     let mut options = Options::default();
     options.samples = args.samples;
     options.servers = args.servers;
-    options.arena = args.arena;
-    options.transport = args.transport;
-    options.strict = args.strict;
+    options.arena = ServerConfig::from_settings(&settings)?.arena;
+    options.config.clone_from(&args.config);
+    options.transport = config.transport;
+    options.strict = config.strict;
+    options.pool = config.pool;
     options.quantum = args.quantum;
     options.concurrency = args.concurrency;
     options.model = args.model.model()?;
@@ -252,7 +280,6 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.verify = !args.no_verify;
     options.input = args.model.input.clone();
     options.paper = args.paper;
-    options.pool = args.pool;
     options.plugin = args.plugin;
     let report = runtime(2, 8)?.block_on(pipeline::run(&options))?;
     if args.json {
@@ -267,6 +294,12 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
         eprintln!("featurestore: wrong result: {problem}");
     }
     Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })
+}
+
+fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
+    let config = Config::from_settings(&layered(file)?)?;
+    runtime(1, 4)?.block_on(pipeline::trainer::run(config))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
@@ -297,7 +330,7 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     let settings = layered(file)?;
     // A value that cannot be used is an error here already, not at the start of a server.
     let mut problems = Problems::default();
-    problems.note(featurestore::Config::from_settings(&settings));
+    problems.note(Config::from_settings(&settings));
     problems.note(ServerConfig::from_settings(&settings.clone().or_default("arena", "1MiB")?));
     problems.settle("configure")?;
     for (key, value, source) in settings.effective() {

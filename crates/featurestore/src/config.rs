@@ -22,6 +22,13 @@ pub struct Key {
     pub help: &'static str,
 }
 
+impl Key {
+    /// Whether the value is never shown.
+    fn secret(&self) -> bool {
+        self.name == "token"
+    }
+}
+
 const fn key(name: &'static str, default: &'static str, help: &'static str) -> Key {
     Key { name, default: Some(default), help }
 }
@@ -73,8 +80,8 @@ impl fmt::Display for Source {
     }
 }
 
-/// Values as text, with their sources: the layers put on top of each other.
-#[derive(Clone, Debug, Default)]
+/// Values as text, with their sources: the layers put on top of each other. `Debug` masks secrets.
+#[derive(Clone, Default)]
 pub struct Settings {
     values: BTreeMap<&'static str, (String, Source)>,
 }
@@ -153,9 +160,7 @@ impl Settings {
     /// What is in force: every key with its value, if any, and its source. Secrets are masked.
     pub fn effective(&self) -> impl Iterator<Item = (&'static Key, Option<String>, Source)> + '_ {
         KEYS.iter().map(|known| match self.values.get(known.name) {
-            Some((_, source)) if known.name == "token" => {
-                (known, Some("(set)".into()), source.clone())
-            }
+            Some((_, source)) if known.secret() => (known, Some("(set)".into()), source.clone()),
             Some((text, source)) => (known, Some(text.clone()), source.clone()),
             None => (known, known.default.map(Into::into), Source::Default),
         })
@@ -194,6 +199,13 @@ impl Settings {
                     name.to_ascii_uppercase()
                 ))
         })
+    }
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = self.effective().map(|(known, value, source)| (known.name, (value, source)));
+        f.debug_map().entries(shown).finish()
     }
 }
 
@@ -600,7 +612,17 @@ mod tests {
         let mut settings = Settings::new();
         settings.set("token", "hush").unwrap();
         assert!(settings.effective().all(|(_, value, _)| value.as_deref() != Some("hush")));
-        assert!(!format!("{:?}", Config::from_settings(&settings).unwrap()).contains("hush"));
+        let server = settings.clone().or_default("arena", "1MiB").unwrap();
+        for shown in [
+            format!("{settings:?}"),
+            format!("{:?}", Config::from_settings(&settings).unwrap()),
+            format!("{:?}", ServerConfig::from_settings(&server).unwrap()),
+        ] {
+            assert!(!shown.contains("hush"), "{shown}");
+        }
+        settings.set("token", "hush\n").unwrap(); // not a secret that a line can carry
+        let error = Config::from_settings(&settings).unwrap_err();
+        assert!(!format!("{error} {error:?}").contains("hush"), "{error}");
     }
 
     #[test]

@@ -189,6 +189,11 @@ impl Sample {
             .map_err(|e| Error::io("read sample", e).with("file", self.path.display()))
     }
 
+    /// Number of tokens: the elements of `input_ids`.
+    pub fn tokens(&self) -> Result<u64> {
+        Ok(self.meta(&FeatureName::new("input_ids")?)?.shape().iter().product())
+    }
+
     /// The sample's prompt: its `input_ids` and `loss_mask`, both int64.
     pub fn prompt(&self, sample_id: SampleId) -> Result<Prompt> {
         let ids = |name: &str| -> Result<Vec<i64>> {

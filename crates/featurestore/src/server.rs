@@ -224,7 +224,8 @@ async fn prometheus(State(state): State<Arc<Shared>>) -> axum::response::Respons
 }
 
 /// Completes on SIGINT, SIGTERM or, with `with_parent`, when standard input ends: the parent
-/// process holds its other end. Signals count from this call on, not only from the first poll.
+/// process holds its other end. Signals count from this call on, not only from the first poll. A
+/// second signal ends the process at once.
 pub fn end_of_life(with_parent: bool) -> Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
     let handled = |kind| signal(kind).map_err(|e| Error::io("handle signal", e));
@@ -249,6 +250,14 @@ pub fn end_of_life(with_parent: bool) -> Result<impl Future<Output = ()> + Send 
             _ = int.recv() => {}
             _ = gone => {}
         }
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = term.recv() => {}
+                _ = int.recv() => {}
+            }
+            tracing::warn!("a second signal: ending without the requests in flight");
+            std::process::exit(1);
+        });
     })
 }
 

@@ -21,16 +21,24 @@ const START: Duration = Duration::from_secs(30);
 /// How long a process may take to end after it was asked to.
 const STOP: Duration = Duration::from_secs(15);
 
-fn command(arguments: &[&str]) -> Result<Command> {
+/// Address of a server's listeners.
+const ANY_PORT: &str = "127.0.0.1:0";
+
+fn command(options: &Options, subcommand: &str) -> Result<Command> {
     let binary = std::env::current_exe().map_err(|e| Error::io("start process", e))?;
     let mut command = Command::new(binary);
     command
-        .args(arguments)
+        .arg(subcommand)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true)
+        // An interrupt at the terminal is for this process, which then says what it ends.
+        .process_group(0)
         // Two malloc arenas are plenty for a few threads, and keep the resident set near the pool.
         .env("MALLOC_ARENA_MAX", "2");
+    if let Some(config) = &options.config {
+        command.arg("--config").arg(config);
+    }
     Ok(command)
 }
 
@@ -46,68 +54,71 @@ pub(super) struct Server {
     pub(super) control: String,
     pub(super) arena_bytes: u64,
     child: Child,
+    lines: Option<Lines<BufReader<ChildStdout>>>, // until it is ready
     _stdin: ChildStdin, // its end tells the server that this process is gone
     client: reqwest::Client,
 }
 
 impl Server {
-    pub(super) async fn start(options: &Options, index: usize) -> Result<Self> {
-        let name = format!("capture server {index}");
-        let fill = (std::thread::available_parallelism().map_or(1, usize::from) / options.servers)
-            .max(1)
-            .to_string();
-        let arena = options.arena.to_string();
-        let taps = options.model.taps.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-        let (hidden, seed) = (options.model.hidden.to_string(), options.seed.to_string());
-        let in_flight = options.concurrency.to_string();
-        let mut arguments = vec![
-            "capture-server",
-            "--exit-with-parent",
-            "--arena",
-            &arena,
-            "--fill-threads",
-            &fill,
-            "--max-in-flight",
-            &in_flight,
-            "--hidden",
-            &hidden,
-            "--taps",
-            &taps,
-            "--seed",
-            &seed,
-        ];
-        let input = options.input.as_ref().map(|i| i.to_string_lossy().into_owned());
-        if let Some(input) = &input {
-            arguments.extend(["--input", input]);
+    /// Starts the process; [`Self::ready`] waits for it.
+    pub(super) fn start(options: &Options, index: usize) -> Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let taps: Vec<String> = options.model.taps.iter().map(ToString::to_string).collect();
+        let mut command = command(options, "capture-server")?;
+        command.arg("--exit-with-parent");
+        for (flag, value) in [
+            ("--arena", options.arena.to_string()),
+            ("--fill-threads", (cores / options.servers).max(1).to_string()),
+            ("--max-in-flight", options.concurrency.to_string()),
+            ("--hidden", options.model.hidden.to_string()),
+            ("--taps", taps.join(",")),
+            ("--seed", options.seed.to_string()),
+            ("--http", ANY_PORT.into()), // several servers cannot share configured ports
+            ("--data", ANY_PORT.into()),
+            ("--control", ANY_PORT.into()),
+        ] {
+            command.args([flag, &value]);
         }
-        let mut child =
-            command(&arguments)?.spawn().map_err(|e| Error::io("start capture server", e))?;
+        if let Some(input) = &options.input {
+            command.arg("--input").arg(input);
+        }
+        let mut child = command.spawn().map_err(|e| Error::io("start capture server", e))?;
+        let name = format!("capture server {index} (pid {})", child.id().unwrap_or(0));
         let stdin = child.stdin.take().expect("piped");
-        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
-        let line = match timeout(START, lines.next_line()).await {
-            Ok(Ok(Some(line))) => line,
-            Ok(_) => {
-                let status = timeout(STOP, child.wait()).await;
-                let status =
-                    status.ok().and_then(Result::ok).map_or_else(String::new, |s| format!(": {s}"));
-                return Err(lost(&name, format_args!("ended before it was ready{status}"))
-                    .remedy("its own message is above"));
-            }
-            Err(_) => return Err(lost(&name, format_args!("was not ready within {START:?}"))),
-        };
-        tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
-        let ready: Value = serde_json::from_str(&line)
-            .map_err(|e| lost(&name, "printed no ready line").source(e))?;
-        let text = |field: &str| ready[field].as_str().unwrap_or_default().to_owned();
+        let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
         Ok(Self {
-            http: text("http"),
-            control: text("control"),
-            arena_bytes: ready["arena_bytes"].as_u64().unwrap_or(0),
             name,
+            http: String::new(),
+            control: String::new(),
+            arena_bytes: 0,
             child,
+            lines: Some(lines),
             _stdin: stdin,
             client: reqwest::Client::new(),
         })
+    }
+
+    /// Waits until the server can be reached.
+    pub(super) async fn ready(&mut self) -> Result<()> {
+        let mut lines = self.lines.take().expect("ready is waited for once");
+        let line = match timeout(START, lines.next_line()).await {
+            Ok(Ok(Some(line))) => line,
+            Ok(_) => {
+                let status = timeout(STOP, self.child.wait()).await;
+                let status =
+                    status.ok().and_then(Result::ok).map_or_else(String::new, |s| format!(": {s}"));
+                return Err(lost(&self.name, format_args!("ended before it was ready{status}"))
+                    .remedy("its own message is above"));
+            }
+            Err(_) => return Err(lost(&self.name, format_args!("was not ready within {START:?}"))),
+        };
+        tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
+        let ready: Value = serde_json::from_str(&line)
+            .map_err(|e| lost(&self.name, "printed no ready line").source(e))?;
+        let text = |field: &str| ready[field].as_str().unwrap_or_default().to_owned();
+        (self.http, self.control) = (text("http"), text("control"));
+        self.arena_bytes = ready["arena_bytes"].as_u64().unwrap_or(0);
+        Ok(())
     }
 
     /// What the server measures of itself.
@@ -122,7 +133,7 @@ impl Server {
     pub(super) async fn died(&mut self) -> Error {
         let status = self.child.wait().await;
         let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
-        lost(&self.name, format_args!("(pid of {}) died: {status}", self.http))
+        lost(&self.name, format_args!("died: {status}"))
     }
 
     /// Asks the server to end and waits for it.
@@ -140,6 +151,7 @@ impl Server {
 /// The trainer of this run.
 #[derive(Debug)]
 pub(super) struct Trainer {
+    pub(super) name: String,
     pub(super) client: ClientId,
     pub(super) transport: String,
     pub(super) reasons: Vec<String>,
@@ -149,25 +161,24 @@ pub(super) struct Trainer {
 }
 
 impl Trainer {
-    pub(super) async fn start(start: &Start) -> Result<Self> {
+    pub(super) async fn start(options: &Options, start: &Start) -> Result<Self> {
         let mut child =
-            command(&["trainer"])?.spawn().map_err(|e| Error::io("start trainer", e))?;
+            command(options, "trainer")?.spawn().map_err(|e| Error::io("start trainer", e))?;
+        let name = format!("the trainer (pid {})", child.id().unwrap_or(0));
         let mut stdin = child.stdin.take().expect("piped");
         let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());
         let mut line = serde_json::to_vec(start).expect("plain data");
         line.push(b'\n');
-        stdin.write_all(&line).await.map_err(|e| lost("the trainer", "is gone").source(e))?;
+        stdin.write_all(&line).await.map_err(|e| lost(&name, "is gone").source(e))?;
         let ready = timeout(START, events.next()).await;
-        match ready
-            .map_err(|_| lost("the trainer", format_args!("was not ready within {START:?}")))??
-        {
+        match ready.map_err(|_| lost(&name, format_args!("was not ready within {START:?}")))?? {
             Some(Event::Ready { client, transport, reasons }) => {
-                Ok(Self { client: client.parse()?, transport, reasons, child, stdin, events })
+                let client = client.parse()?;
+                Ok(Self { name, client, transport, reasons, child, stdin, events })
             }
-            Some(Event::Failed { error }) => {
-                Err(lost("the trainer", format_args!("failed: {error}")))
-            }
-            other => Err(lost("the trainer", format_args!("began with {other:?}"))),
+            Some(Event::Failed { error }) => Err(lost(&name, format_args!("failed: {error}"))),
+            Some(other) => Err(lost(&name, format_args!("began with {other:?}"))),
+            None => Err(lost(&name, "ended before it was ready").remedy("its message is above")),
         }
     }
 }

@@ -6,12 +6,13 @@
 
 mod children;
 mod messages;
+mod plan;
 mod producer;
 mod progress;
 mod report;
 pub mod trainer;
 
-use std::{path::PathBuf, sync::Arc};
+use std::path::PathBuf;
 
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
@@ -19,11 +20,11 @@ pub use report::{PeakRss, Report, ServerReport};
 
 use crate::{
     config::TransportChoice,
-    input::Folder,
-    workload::{self, Model, Prompt},
+    workload::{self, Model},
 };
 use children::{Server, Trainer};
 use messages::Start;
+use plan::Plan;
 use producer::Producer;
 use progress::Progress;
 
@@ -37,6 +38,8 @@ pub struct Options {
     pub servers: usize,
     /// Arena of each server.
     pub arena: ByteSize,
+    /// File with settings for the servers and the trainer, below those of the environment.
+    pub config: Option<PathBuf>,
     /// How the trainer reads.
     pub transport: TransportChoice,
     /// Whether an unavailable transport is an error.
@@ -71,6 +74,7 @@ impl Default for Options {
             samples: 64,
             servers: 2,
             arena: ByteSize::mib(2048),
+            config: None,
             transport: TransportChoice::Auto,
             strict: false,
             quantum: 16,
@@ -88,28 +92,47 @@ impl Default for Options {
     }
 }
 
-/// One sample of the run, before it is captured.
-#[derive(Debug)]
-pub(crate) struct Planned {
-    pub(crate) prompt: Prompt,
-    /// Room that its tensors take in an arena.
-    pub(crate) arena_bytes: u64,
-    pub(crate) sha256: Option<std::collections::BTreeMap<String, String>>,
-}
-
 /// Runs the job to its end and reports. Mismatches, leaks and shortfalls are in the report; see
 /// [`Report::verdict`].
 pub async fn run(options: &Options) -> Result<Report> {
-    let folder = options.input.as_deref().map(Folder::open).transpose()?;
-    let plan = plan(options, folder.as_ref())?;
-    check_room(options, &plan)?;
-    let largest = plan.iter().map(|p| p.arena_bytes).max().unwrap_or(0);
+    let interrupted = interrupted()?;
+    tokio::select! {
+        outcome = job(options) => outcome,
+        // Dropping the job ends every process that it has started.
+        signal = interrupted => Err(Error::new(
+            ErrorKind::Closed,
+            "run pipeline",
+            format!("ended by {signal}, and with it everything that was started"),
+        )),
+    }
+}
+
+/// Completes on SIGINT or SIGTERM, named; they count from this call on.
+fn interrupted() -> Result<impl Future<Output = &'static str>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let handled = |kind| signal(kind).map_err(|e| Error::io("handle signal", e));
+    let mut int = handled(SignalKind::interrupt())?;
+    let mut term = handled(SignalKind::terminate())?;
+    Ok(async move {
+        tokio::select! {
+            _ = int.recv() => "SIGINT",
+            _ = term.recv() => "SIGTERM",
+        }
+    })
+}
+
+async fn job(options: &Options) -> Result<Report> {
+    let plan = Plan::new(options)?;
+    plan.check(options)?;
     // One sample is read while another waits and a third is compared; one more against fragments.
-    let pool = options.pool.map_or((4 * largest).max(1 << 20), ByteSize::get);
+    let pool = options.pool.map_or((4 * plan.largest()).max(1 << 20), ByteSize::get);
 
     let mut servers = Vec::new();
     for index in 0..options.servers {
-        servers.push(Server::start(options, index).await?);
+        servers.push(Server::start(options, index)?);
+    }
+    for server in &mut servers {
+        server.ready().await?; // they get ready side by side
     }
     let start = Start {
         transport: options.transport.to_string(),
@@ -119,8 +142,8 @@ pub async fn run(options: &Options) -> Result<Report> {
         quantum: options.quantum,
         verify: options.verify,
     };
-    let trainer = Trainer::start(&start).await?;
-    let progress = Progress::new(options, &plan, &trainer);
+    let trainer = Trainer::start(options, &start).await?;
+    let progress = Progress::new(options, plan.len(), &trainer);
     let outcome = Producer::new(options, &mut servers, trainer, plan, &progress).run().await;
     progress.finish();
     let run = outcome?;
@@ -132,105 +155,4 @@ pub async fn run(options: &Options) -> Result<Report> {
         server.stop().await?;
     }
     Ok(Report::new(options, run, reports))
-}
-
-fn plan(options: &Options, folder: Option<&Folder>) -> Result<Arc<[Planned]>> {
-    let run_id = format!("pipeline-{}", options.seed);
-    if let Some(folder) = folder {
-        let planned = |name: &str| -> Result<Planned> {
-            let sample = folder.sample(name)?;
-            let id = transport_core::SampleId::new(format!("{run_id}:{name}"))?;
-            let sums = sample.sha256();
-            Ok(Planned {
-                prompt: sample.prompt(id)?,
-                arena_bytes: sample.tensors().map(|(_, meta)| room(meta.nbytes())).sum(),
-                sha256: (!sums.is_empty()).then(|| sums.into_iter().collect()),
-            })
-        };
-        return folder.names().map(planned).collect();
-    }
-    let lengths = if options.paper {
-        workload::paper_lengths(options.seed)
-    } else {
-        workload::lengths(options.samples, options.max_length, options.seed)
-    };
-    let planned = |(index, &tokens): (usize, &u32)| -> Result<Planned> {
-        let length = u64::from(tokens);
-        let tensors = [
-            options.model.aux_meta(length)?.nbytes(),
-            options.model.last_hidden_meta(length)?.nbytes(),
-            8 * length,
-            8 * length,
-        ];
-        Ok(Planned {
-            prompt: workload::prompt(&run_id, index, tokens, options.seed)?,
-            arena_bytes: tensors.into_iter().map(room).sum(),
-            sha256: None,
-        })
-    };
-    lengths.iter().enumerate().map(planned).collect()
-}
-
-/// Room that a tensor takes in an arena, which hands out multiples of 512 bytes.
-fn room(nbytes: u64) -> u64 {
-    nbytes.next_multiple_of(512)
-}
-
-/// Refuses a run that could only ever wait: a sample larger than an arena, or a quantum that the
-/// arenas cannot hold together with the next sample.
-fn check_room(options: &Options, plan: &[Planned]) -> Result<()> {
-    let refuse = |why: &'static str| Error::new(ErrorKind::ConfigInvalid, "plan pipeline", why);
-    if plan.is_empty() || options.servers == 0 || options.quantum == 0 || options.concurrency == 0 {
-        return Err(refuse("samples, servers, quantum and concurrency must be at least 1"));
-    }
-    let arena = options.arena.get();
-    if let Some(large) = plan.iter().find(|p| p.arena_bytes > arena) {
-        return Err(refuse("a sample is larger than an arena")
-            .with("sample_id", &large.prompt.sample_id)
-            .with("sample_bytes", large.arena_bytes)
-            .with("arena_bytes", arena)
-            .remedy("give a larger --arena or a smaller --max-length"));
-    }
-    let sizes: Vec<u64> = plan.iter().map(|p| p.arena_bytes).collect();
-    let needed =
-        sizes.windows(options.quantum.min(sizes.len())).map(|w| w.iter().sum::<u64>()).max();
-    let needed = needed.unwrap_or(0);
-    let room = arena.saturating_mul(options.servers as u64);
-    if needed > room {
-        return Err(refuse(
-            "a quantum does not fit into the arenas, so nothing would ever be freed",
-        )
-        .with("quantum", options.quantum)
-        .with("quantum_bytes", needed)
-        .with("all_arenas_bytes", room)
-        .remedy("give a larger --arena, more --servers, or a smaller --quantum"));
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_published_load_is_planned_to_the_byte() {
-        let options = Options { paper: true, ..Options::default() };
-        let plan = plan(&options, None).unwrap();
-        let tokens: usize = plan.iter().map(|p| p.prompt.input_ids.len()).sum();
-        assert_eq!((plan.len(), tokens as u64), (512, workload::PAPER_TOKENS));
-        check_room(&options, &plan).unwrap();
-    }
-
-    #[test]
-    fn runs_that_could_only_wait_are_refused_with_the_numbers() {
-        for (options, part) in [
-            (Options { arena: ByteSize::mib(1), ..Options::default() }, "larger than an arena"),
-            (Options { quantum: 64, arena: ByteSize::mib(600), ..Options::default() }, "quantum"),
-            (Options { servers: 0, ..Options::default() }, "at least 1"),
-        ] {
-            let plan = plan(&options, None).unwrap();
-            let error = check_room(&options, &plan).unwrap_err().to_string();
-            assert!(error.contains(part), "{error}");
-        }
-    }
 }

@@ -22,12 +22,16 @@ use transport_core::{
 };
 
 use super::{
-    Options, Planned,
+    Options,
     children::{Events, Server, Trainer, reap},
     messages::{Event, Job, Totals},
+    plan::{Plan, roomiest},
     progress::Progress,
 };
+use crate::workload::Prompt;
 
+/// Samples sent ahead of the trainer, so that results never pile up in this process.
+const AHEAD: usize = 4096;
 /// Attempts for one prompt.
 const ATTEMPTS: u32 = 5;
 /// Pause before a prompt that was put off is sent again.
@@ -52,6 +56,7 @@ pub(super) struct Run {
 
 pub(super) struct Producer<'a> {
     servers: &'a mut [Server],
+    name: String, // of the trainer
     trainer: Child,
     stdin: ChildStdin,
     events: Events,
@@ -61,11 +66,12 @@ pub(super) struct Producer<'a> {
 /// Everything but the processes themselves, so that both can be borrowed at once.
 struct Flow<'a> {
     request: Arc<RequestOptions>,
-    plan: Arc<[Planned]>,
+    plan: Plan,
     progress: &'a Progress,
     transport: String,
     reasons: Vec<String>,
     concurrency: usize,
+    quantum: usize,
     addresses: Vec<String>,
     capacity: Vec<u64>,
     outstanding: Vec<u64>,     // bytes of each server that are not acknowledged
@@ -98,10 +104,10 @@ impl<'a> Producer<'a> {
         options: &Options,
         servers: &'a mut [Server],
         trainer: Trainer,
-        plan: Arc<[Planned]>,
+        plan: Plan,
         progress: &'a Progress,
     ) -> Self {
-        let Trainer { client, transport, reasons, child, stdin, events } = trainer;
+        let Trainer { name, client, transport, reasons, child, stdin, events } = trainer;
         let request = RequestOptions {
             client: reqwest::Client::new(),
             holder: client,
@@ -115,6 +121,7 @@ impl<'a> Producer<'a> {
             transport,
             reasons,
             concurrency: options.concurrency,
+            quantum: options.quantum,
             addresses: servers.iter().map(|s| s.http.clone()).collect(),
             capacity: servers.iter().map(|s| s.arena_bytes).collect(),
             outstanding: vec![0; servers.len()],
@@ -127,12 +134,12 @@ impl<'a> Producer<'a> {
             acked: 0,
             retries: 0,
         };
-        Self { servers, trainer: child, stdin, events, flow }
+        Self { servers, name, trainer: child, stdin, events, flow }
     }
 
     pub(super) async fn run(self) -> Result<Run> {
-        let Self { servers, mut trainer, stdin, mut events, mut flow } = self;
-        let (jobs, queue) = mpsc::unbounded_channel(); // bounded by the bytes that are let out
+        let Self { servers, name, mut trainer, stdin, mut events, mut flow } = self;
+        let (jobs, queue) = mpsc::unbounded_channel(); // never more than `AHEAD`
         let mut jobs = Some(jobs);
         let writer = tokio::spawn(write_jobs(stdin, queue));
         let mut requests = JoinSet::new();
@@ -152,7 +159,7 @@ impl<'a> Producer<'a> {
                     capture_elapsed = start.elapsed();
                     let job = flow.captured(captured)?;
                     if jobs.as_ref().is_none_or(|jobs| jobs.send(job).is_err()) {
-                        return Err(trainer_gone(&mut trainer).await);
+                        return Err(trainer_gone(&mut trainer, &name).await);
                     }
                 }
                 event = events.next() => match event? {
@@ -164,27 +171,23 @@ impl<'a> Producer<'a> {
                     Some(Event::Done(totals)) => break *totals,
                     Some(Event::Failed { error }) => {
                         return Err(Error::new(ErrorKind::PeerGone, "run pipeline",
-                            format!("the trainer failed: {error}")));
+                            format!("{name} failed: {error}")));
                     }
                     Some(Event::Ready { .. }) => {}
-                    None => return Err(trainer_gone(&mut trainer).await),
+                    None => return Err(trainer_gone(&mut trainer, &name).await),
                 },
                 dead = deaths => return Err(dead),
-                _ = tokio::signal::ctrl_c() => {
-                    return Err(Error::new(ErrorKind::Closed, "run pipeline",
-                        "interrupted; everything that was started is ended"));
-                }
                 () = tokio::time::sleep_until((last_news + STALL).into()) => {
                     return Err(flow.stalled());
                 }
             }
             last_news = Instant::now();
         };
-        reap(&mut trainer, "the trainer").await?;
+        reap(&mut trainer, &name).await?;
         writer.await.map_err(|e| {
             Error::new(ErrorKind::Unexpected, "run pipeline", "the job writer panicked").source(e)
         })?;
-        let tokens = flow.plan.iter().map(|p| p.prompt.input_ids.len() as u64).sum();
+        let tokens = flow.plan.tokens();
         Ok(Run {
             totals,
             transport: flow.transport,
@@ -212,10 +215,10 @@ async fn futures_select(servers: &mut [Server]) -> Error {
     .await
 }
 
-async fn trainer_gone(trainer: &mut Child) -> Error {
+async fn trainer_gone(trainer: &mut Child, name: &str) -> Error {
     let status = tokio::time::timeout(Duration::from_secs(5), trainer.wait()).await;
     let status = status.ok().and_then(Result::ok).map_or("unknown".into(), |s| s.to_string());
-    Error::new(ErrorKind::PeerGone, "run pipeline", "the trainer died").with("status", status)
+    Error::new(ErrorKind::PeerGone, "run pipeline", format!("{name} died: {status}"))
 }
 
 async fn write_jobs(mut stdin: ChildStdin, mut queue: mpsc::UnboundedReceiver<Job>) {
@@ -231,23 +234,25 @@ async fn write_jobs(mut stdin: ChildStdin, mut queue: mpsc::UnboundedReceiver<Jo
 impl Flow<'_> {
     /// Sends as many prompts as concurrency and the arenas' room allow, in order.
     fn issue(&mut self, requests: &mut JoinSet<Result<Captured>>) -> Result<()> {
-        while self.next < self.plan.len() && self.in_flight < self.concurrency {
-            let bytes = self.plan[self.next].arena_bytes;
-            let free = |s: usize| self.capacity[s].saturating_sub(self.outstanding[s]);
-            let roomiest = (0..self.capacity.len()).max_by_key(|&s| free(s)).expect("a server");
-            if free(roomiest) < bytes {
+        while self.next < self.plan.len()
+            && self.in_flight < self.concurrency
+            && self.next - self.verified < AHEAD
+        {
+            let bytes = self.plan.arena_bytes(self.next);
+            let free: Vec<u64> =
+                self.capacity.iter().zip(&self.outstanding).map(|(c, o)| c - o).collect();
+            let roomiest = roomiest(&free);
+            if free[roomiest] < bytes {
                 let idle = self.in_flight == 0 && self.verified == self.captured;
-                return if idle && self.acked < self.verified {
-                    Err(self.cannot_fit(bytes))
-                } else {
-                    Ok(())
-                };
+                let room_comes = self.verified - self.acked >= self.quantum;
+                return if idle && !room_comes { Err(self.cannot_fit(bytes)) } else { Ok(()) };
             }
             self.outstanding[roomiest] += bytes;
             self.place[self.next] = Some(roomiest);
             let address = self.addresses[roomiest].clone();
             let (plan, request, index) = (self.plan.clone(), self.request.clone(), self.next);
-            requests.spawn(async move { request.capture(&plan[index], index, &address).await });
+            requests
+                .spawn(async move { request.capture(&plan.prompt(index)?, index, &address).await });
             self.next += 1;
             self.in_flight += 1;
         }
@@ -263,19 +268,19 @@ impl Flow<'_> {
         let result = serde_json::value::RawValue::from_string(text).map_err(|e| {
             Error::new(ErrorKind::Unexpected, "hand on capture", "not JSON").source(e)
         })?;
-        let sha256 = self.plan[captured.index].sha256.clone();
+        let sha256 = self.plan.sha256(captured.index)?;
         Ok(Job { index: captured.index, result, checksums: captured.checksums, sha256 })
     }
 
     fn verified(&mut self, index: usize) {
         self.verified += 1;
-        self.progress.verified(self.plan[index].arena_bytes);
+        self.progress.verified(self.plan.arena_bytes(index));
     }
 
     fn acked(&mut self, indices: &[usize]) {
         for &index in indices {
             if let Some(server) = self.place.get_mut(index).and_then(Option::take) {
-                self.outstanding[server] -= self.plan[index].arena_bytes;
+                self.outstanding[server] -= self.plan.arena_bytes(index);
                 self.acked += 1;
             }
         }
@@ -307,11 +312,11 @@ impl Flow<'_> {
 
 impl RequestOptions {
     /// Captures one prompt, with another attempt where the server says that it may help.
-    async fn capture(&self, planned: &Planned, index: usize, address: &str) -> Result<Captured> {
+    async fn capture(&self, prompt: &Prompt, index: usize, address: &str) -> Result<Captured> {
         let mut retries = 0;
         loop {
             let replace = retries > 0; // a lost answer may have left objects behind
-            match self.attempt(planned, address, replace).await {
+            match self.attempt(prompt, address, replace).await {
                 Ok((result, checksums)) => {
                     return Ok(Captured { index, result, checksums, retries });
                 }
@@ -327,11 +332,10 @@ impl RequestOptions {
 
     async fn attempt(
         &self,
-        planned: &Planned,
+        prompt: &Prompt,
         address: &str,
         replace: bool,
     ) -> Result<(Vec<u8>, Option<BTreeMap<String, String>>)> {
-        let prompt = &planned.prompt;
         let key = SampleKey::new(self.store_id.clone(), prompt.sample_id.clone(), Generation(1));
         let mut sample = SampleRequest::new(key.clone());
         sample.replace = replace;

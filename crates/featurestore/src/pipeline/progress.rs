@@ -8,7 +8,7 @@ use std::{
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-use super::{Options, Planned, children::Trainer};
+use super::{Options, children::Trainer};
 
 /// Pause between two lines where there is no terminal.
 const EVERY: Duration = Duration::from_secs(5);
@@ -30,8 +30,7 @@ enum Kind {
 }
 
 impl Progress {
-    pub(super) fn new(options: &Options, plan: &[Planned], trainer: &Trainer) -> Self {
-        let total = plan.len();
+    pub(super) fn new(options: &Options, total: usize, trainer: &Trainer) -> Self {
         let kind = if !options.progress {
             Kind::Quiet
         } else {

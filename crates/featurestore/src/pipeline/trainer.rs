@@ -23,8 +23,10 @@ const NAMED: usize = 8;
 const MAX_LINE: u64 = 4 << 20;
 
 /// Runs the trainer over standard input and output until the input ends.
-pub async fn run() -> Result<()> {
-    let outcome = train().await;
+///
+/// The first line overrides transport, strictness and pool of `config`.
+pub async fn run(config: Config) -> Result<()> {
+    let outcome = train(config).await;
     match outcome {
         Ok(totals) => say(&Event::Done(Box::new(totals))),
         Err(error) => {
@@ -34,7 +36,7 @@ pub async fn run() -> Result<()> {
     }
 }
 
-async fn train() -> Result<Totals> {
+async fn train(config: Config) -> Result<Totals> {
     let (lines, mut jobs) = mpsc::channel::<Result<Job>>(1024);
     let (first, start) = tokio::sync::oneshot::channel::<Result<Start>>();
     // A thread of its own: a blocked read must not keep the runtime from ending.
@@ -42,7 +44,7 @@ async fn train() -> Result<Totals> {
     let ended = || Error::new(ErrorKind::Closed, "train", "the input ended before it began");
     let start = start.await.map_err(|_| ended())??;
     let peers = start.peers.iter().map(|p| p.parse()).collect::<Result<Vec<SessionName>>>()?;
-    let mut config = Config::default().transport(start.transport.parse()?).strict(start.strict);
+    let mut config = config.transport(start.transport.parse()?).strict(start.strict);
     if let Some(pool) = ByteSize::new(start.pool_bytes).filter(|p| p.get() > 0) {
         config = config.pool(pool);
     }
@@ -50,7 +52,7 @@ async fn train() -> Result<Totals> {
     say(&Event::Ready {
         client: store.client_id().to_string(),
         transport: store.info().scheme.clone(),
-        reasons: store.choice().lines().map(Into::into).collect(),
+        reasons: store.choice().lines().collect(),
     })?;
 
     let (to_verify, verifying) = mpsc::channel(1);

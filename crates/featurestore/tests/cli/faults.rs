@@ -76,10 +76,11 @@ fn a_killed_server_ends_the_job_by_name() {
 #[test]
 fn a_killed_trainer_ends_the_job_by_name() {
     let (job, children) = long_job();
-    kill(&children, " trainer");
+    let victim = kill(&children, " trainer");
     let ended = job.end(BOUND);
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
-    assert!(ended.stderr.contains("trainer"), "{}", ended.stderr);
+    let named = format!("the trainer (pid {victim})");
+    assert!(ended.stderr.contains(&named), "{}", ended.stderr);
     all_gone(&children);
 }
 
@@ -89,7 +90,8 @@ fn an_interrupted_job_ends_everything_that_it_started() {
         let (job, children) = long_job();
         job.signal(signal);
         let ended = job.end(BOUND);
-        assert!(!ended.status.success(), "{signal:?}: {ended:?}");
+        assert_eq!(ended.status.code(), Some(1), "{signal:?}: {ended:?}");
+        assert!(ended.stderr.contains("ended by SIG"), "{signal:?}: {}", ended.stderr);
         all_gone(&children);
     }
 }

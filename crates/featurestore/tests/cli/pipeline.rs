@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::common::run;
+use crate::common::{Process, STEP, featurestore, run};
 
 const SMALL: [&str; 13] = [
     "pipeline",
@@ -168,6 +168,45 @@ fn arenas_are_reused_many_times_over() {
 }
 
 #[test]
+fn settings_of_file_and_environment_reach_every_process() {
+    let small = [
+        "pipeline",
+        "--hidden",
+        "8",
+        "--taps",
+        "1",
+        "--samples",
+        "3",
+        "--quantum",
+        "2",
+        "--max-length",
+        "64",
+        "--json",
+    ];
+    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    std::io::Write::write_all(
+        &mut file,
+        b"transport = \"shm\"\narena = \"3MiB\"\ntoken = \"hush\"\n",
+    )
+    .expect("a writable file");
+    let path = file.path().to_str().expect("UTF-8").to_owned();
+    let mut command = featurestore(&[&small[..], &["--config", &path]].concat());
+    command.env("FEATURESTORE_TRANSPORT", "tcp");
+    let ended = Process::start(command).end(STEP);
+    assert!(ended.status.success(), "{}", ended.stderr);
+    let report: Value = serde_json::from_str(&ended.stdout).expect("a report");
+    assert_eq!(report["transport"], "tcp", "the environment comes before the file");
+    assert_eq!(report["servers"][0]["arena_bytes"], 3 << 20, "and the file before the default");
+    assert!(!ended.stderr.contains("hush"), "{}", ended.stderr);
+
+    let mut command = featurestore(&[&small[..], &["--transport", "shm"]].concat());
+    command.env("FEATURESTORE_ARENA_KIND", "heap").env("FEATURESTORE_ARENA", "2MiB");
+    let ended = Process::start(command).end(STEP);
+    assert_eq!(ended.status.code(), Some(1), "never another transport than the one asked for");
+    assert!(ended.stderr.contains("private memory"), "{}", ended.stderr);
+}
+
+#[test]
 fn a_person_gets_a_table_and_no_escape_codes_in_a_pipe() {
     let ended = run(&[&SMALL[..], &["--samples", "3"]].concat());
     assert!(ended.status.success(), "{}", ended.stderr);
@@ -186,7 +225,7 @@ fn a_person_gets_a_table_and_no_escape_codes_in_a_pipe() {
 fn runs_that_could_never_end_are_refused_up_front() {
     for (arguments, parts) in [
         (
-            &["--quantum", "64", "--samples", "64", "--arena", "4MiB"][..],
+            &["--quantum", "64", "--samples", "64", "--arena", "8MiB"][..],
             &["quantum", "--arena"][..],
         ),
         (&["--arena", "64KiB", "--samples", "8"], &["larger than an arena", "--max-length"]),

@@ -47,6 +47,33 @@ fn request(samples: &[(&str, &[i64])]) -> Value {
     })
 }
 
+/// Sends a request whose answer may take long.
+fn send(server: &Server, body: &Value) -> std::net::TcpStream {
+    let body = body.to_string();
+    let mut stream = std::net::TcpStream::connect(server.address("http")).expect("it listens");
+    let head =
+        format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+    std::io::Write::write_all(&mut stream, (head + &body).as_bytes()).expect("the server reads");
+    stream
+}
+
+/// Writes one line to the control port.
+fn control(server: &Server, line: &Value) -> std::net::TcpStream {
+    let mut control = std::net::TcpStream::connect(server.address("control")).expect("it listens");
+    let line = line.to_string() + "\n";
+    std::io::Write::write_all(&mut control, line.as_bytes()).expect("it reads");
+    control.set_read_timeout(Some(Duration::from_secs(20))).expect("a valid timeout");
+    control
+}
+
+/// Keys of a sample's objects.
+fn keys(sample: &str) -> Value {
+    ["hidden_states", "target_last_hidden_states", "input_ids", "loss_mask"]
+        .map(|name| format!("run0/{sample}/g1/{name}"))
+        .to_vec()
+        .into()
+}
+
 /// The one result of a row, in either form.
 fn result(row: &Value) -> &Value {
     let capture = &row["meta_info"]["spec_capture"];
@@ -78,7 +105,7 @@ fn the_documented_request_gets_the_documented_answer() {
         let feature = &found["features"][name];
         assert_eq!((&feature["shape"], &feature["dtype"]), (&shape, &json!(dtype)), "{name}");
         let address = feature["address"].as_u64().expect("an address");
-        assert!(address > 0 && address % 512 == 0, "{name}: {address:#x}");
+        assert!(address > 0 && address.is_multiple_of(512), "{name}: {address:#x}");
         assert!(addresses.insert(address), "two tensors at one place");
         assert!(feature["seq"].as_u64().is_some_and(|seq| seq > 0), "{feature}");
     }
@@ -249,6 +276,86 @@ fn a_full_arena_fails_the_row_at_the_deadline_with_numbers_and_remedy() {
 }
 
 #[test]
+fn a_full_arena_goes_on_when_frees_come() {
+    let server = server(&["--arena", "64KiB", "--deadline", "60s"]);
+    let tokens = [7; 300];
+    server.generate(&[], &request(&[("a", &tokens)]));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| server.generate(&[], &request(&[("b", &tokens)])));
+        eventually("the second waits", || server.health()["samples_in_flight"] == 1);
+        drop(control(&server, &keys("a")));
+        let (status, rows) = waiting.join().expect("no panic");
+        assert_eq!(status, 200, "{rows}");
+        assert!(result(&rows[0]).get("error").is_none(), "it got the room: {rows}");
+    });
+    let health = server.health();
+    assert_eq!((&health["published_samples"], &health["released_samples"]), (&json!(2), &json!(1)));
+}
+
+#[test]
+fn clients_that_ask_for_nothing_new_see_nothing_new() {
+    let server = server(&[]);
+    let answer = |id: &str, headers: &[(&str, &str)]| {
+        let body = request(&[(id, &[1, 2])]).to_string();
+        http(&server.address("http"), "POST", "/generate", headers, body.as_bytes()).2
+    };
+    let plain = answer("a", &[]);
+    for word in ["holder", "checksums", "xxh3"] {
+        assert!(!plain.contains(word), "{word} in {plain}");
+    }
+    let asked = answer("b", &[("x-featurestore-checksums", "xxh3")]);
+    let without: String = asked.split(",\"spec_capture_checksums\":").next().unwrap_or("").into();
+    let shape = |text: &str| -> String {
+        text.replace("\"b\"", "\"a\"").chars().filter(|c| !c.is_ascii_digit()).collect()
+    };
+    assert_eq!(shape(&plain), shape(&without) + "}}]", "but for the numbers, the same text");
+}
+
+#[test]
+fn it_serves_ipv6() {
+    if std::net::TcpListener::bind("[::1]:0").is_err() {
+        eprintln!("skipped: this machine has no IPv6 loopback");
+        return;
+    }
+    let any = "[::1]:0";
+    let server = server(&["--http", any, "--data", any, "--control", any]);
+    let (status, rows) = server.generate(&[], &request(&[("a", &[1, 2])]));
+    assert_eq!(status, 200, "{rows}");
+    for endpoint in ["session", "control"] {
+        let name = result(&rows[0])["arena"][endpoint].as_str().expect("a name").to_owned();
+        assert!(name.starts_with("[::1]:"), "{endpoint}: {name}");
+    }
+    drop(control(&server, &keys("a")));
+    eventually("the free is heard", || server.health()["released_samples"] == 1);
+}
+
+#[test]
+fn a_token_has_to_be_shown_where_one_is_set() {
+    let mut command = featurestore(&["capture-server", "--arena", "1MiB"]);
+    command.env("FEATURESTORE_TOKEN", "hush-hush");
+    let server = Server::spawn(command);
+    for (token, reply) in [
+        (json!("wrong"), "bad_token"),
+        (Value::Null, "bad_token"),
+        (json!("hush-hush"), "\"op\":\"hello\""),
+    ] {
+        let mut hello = json!({"op": "hello", "version": 1, "client": "c", "lease_ms": 1000});
+        if !token.is_null() {
+            hello["token"] = token;
+        }
+        let mut line = String::new();
+        let stream = control(&server, &hello);
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(stream), &mut line)
+            .expect("an answer");
+        assert!(line.contains(reply) && !line.contains("hush"), "{hello}: {line}");
+    }
+    assert!(!server.health().to_string().contains("hush"));
+    server.process.signal(Signal::TERM);
+    let ended = server.process.end(Duration::from_secs(20));
+    assert!(!ended.stderr.contains("hush"), "{}", ended.stderr);
+}
+
+#[test]
 fn more_samples_than_may_be_in_flight_are_put_off() {
     let server = server(&["--arena", "64KiB", "--deadline", "2s", "--max-in-flight", "1"]);
     let tokens = [7; 300];
@@ -272,11 +379,7 @@ fn more_samples_than_may_be_in_flight_are_put_off() {
 fn a_client_that_goes_away_gives_its_place_up() {
     let server = server(&["--arena", "64KiB", "--deadline", "30s", "--max-in-flight", "1"]);
     server.generate(&[], &request(&[("a", &[7; 300])]));
-    let body = request(&[("b", &[7; 300])]).to_string();
-    let mut stream = std::net::TcpStream::connect(server.address("http")).expect("it listens");
-    let head =
-        format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
-    std::io::Write::write_all(&mut stream, (head + &body).as_bytes()).expect("the server reads");
+    let stream = send(&server, &request(&[("b", &[7; 300])]));
     eventually("it waits for room", || server.health()["samples_in_flight"] == 1);
     drop(stream);
     eventually("its place is free", || server.health()["samples_in_flight"] == 0);
@@ -326,14 +429,7 @@ fn health_and_metrics_tell_the_same_numbers() {
 fn frees_by_key_bring_the_memory_back() {
     let server = server(&[]);
     server.generate(&[], &request(&[("a", &[1, 2])]));
-    let keys: Vec<String> =
-        ["hidden_states", "target_last_hidden_states", "input_ids", "loss_mask"]
-            .map(|name| format!("run0/a/g1/{name}"))
-            .into();
-    let mut control = std::net::TcpStream::connect(server.address("control")).expect("it listens");
-    let line = serde_json::to_string(&keys).expect("plain data") + "\n";
-    std::io::Write::write_all(&mut control, line.as_bytes()).expect("it reads");
-    drop(control);
+    drop(control(&server, &keys("a"))); // closed at once, as today's clients may
     eventually("the arena is one free range", || {
         let health = server.health();
         health["released_samples"] == 1 && health["arena_largest_free"] == health["arena_bytes"]
@@ -399,14 +495,23 @@ fn it_ends_on_signals_and_with_who_started_it() {
 }
 
 #[test]
+fn a_second_signal_ends_it_at_once() {
+    let server = server(&["--arena", "64KiB", "--deadline", "10m"]);
+    server.generate(&[], &request(&[("a", &[7; 300])]));
+    let _waiting = send(&server, &request(&[("b", &[7; 300])]));
+    eventually("it waits for room", || server.health()["samples_in_flight"] == 1);
+    server.process.signal(Signal::INT);
+    std::thread::sleep(Duration::from_millis(300));
+    server.process.signal(Signal::INT);
+    let ended = server.process.end(Duration::from_secs(5));
+    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+}
+
+#[test]
 fn waiting_requests_do_not_keep_it_from_ending() {
     let server = server(&["--arena", "64KiB", "--deadline", "10m"]);
     server.generate(&[], &request(&[("a", &[7; 300])]));
-    let body = request(&[("b", &[7; 300])]).to_string();
-    let mut stream = std::net::TcpStream::connect(server.address("http")).expect("it listens");
-    let head =
-        format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
-    std::io::Write::write_all(&mut stream, (head + &body).as_bytes()).expect("the server reads");
+    let _waiting = send(&server, &request(&[("b", &[7; 300])]));
     eventually("it waits for room", || server.health()["samples_in_flight"] == 1);
     server.process.signal(Signal::TERM);
     let start = Instant::now();
