@@ -75,7 +75,9 @@ pub fn samples(server: &CaptureServer, names: &[String], ask: Ask<'_>) -> Vec<Ar
         .iter()
         .map(|result| {
             match control_proto::capture::parse_result(&result.to_string(), &limits).unwrap() {
-                control_proto::capture::CaptureOutcome::Captured(descriptor) => Arc::new(descriptor),
+                control_proto::capture::CaptureOutcome::Captured(descriptor) => {
+                    Arc::new(descriptor)
+                }
                 other => panic!("{other:?}"),
             }
         })

@@ -8,6 +8,7 @@
 pub mod capture;
 pub mod http;
 pub mod process;
+pub mod remote;
 pub mod wire;
 
 use std::time::{Duration, Instant};
@@ -26,4 +27,3 @@ pub fn eventually(what: &str, limit: Duration, mut condition: impl FnMut() -> bo
         std::thread::sleep(Duration::from_millis(10));
     }
 }
-

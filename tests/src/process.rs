@@ -14,10 +14,14 @@ use serde_json::Value;
 
 use crate::STEP;
 
-/// Path of the `featurestore` binary of this build, built first if need be.
+/// Path of the `featurestore` binary: `FEATURESTORE_BIN`, or the one of this build, built first if
+/// need be.
 pub fn featurestore() -> PathBuf {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
+        if let Some(built) = env::var_os("FEATURESTORE_BIN") {
+            return built.into();
+        }
         let test = env::current_exe().expect("the running test has a path");
         let profile = test.parent().and_then(|p| p.parent()).expect("target/PROFILE/deps/test");
         let path = profile.join(format!("featurestore{}", env::consts::EXE_SUFFIX));

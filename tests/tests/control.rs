@@ -71,9 +71,7 @@ fn a_late_free_of_an_older_life_never_touches_the_newer_one() {
     let names = names("k", 1);
     let mut control = Control::connect(server.field("control"));
     let hello = control.hello("client-a", 30_000);
-    let free = |id: u64, result: &Value| {
-        json!({"op": "free", "id": id, "epoch": hello["epoch"], "objects": objects(result)})
-    };
+    let free = |id: u64, result: &Value| json!({"op": "free", "id": id, "epoch": hello["epoch"], "objects": objects(result)});
     let older = results(&server, &names, Ask::default()).remove(0);
     let freed = control.ask(&free(1, &older));
     assert_eq!((&freed["gone"], &freed["stale"]), (&json!([]), &json!([])), "{freed}");
@@ -115,8 +113,7 @@ fn two_holders_of_one_sample_both_have_to_let_go() {
         })
         .into();
     for (control, epoch) in &mut clients {
-        let held =
-            control.ask(&json!({"op": "hold", "id": 1, "epoch": epoch, "objects": objects}));
+        let held = control.ask(&json!({"op": "hold", "id": 1, "epoch": epoch, "objects": objects}));
         assert_eq!(held["op"], "held", "{held}");
     }
     let (first, epoch) = &mut clients[0];
@@ -141,21 +138,23 @@ fn a_plain_free_of_a_held_sample_drains_it_until_the_holder_lets_go() {
     let mut stranger = Control::connect(server.field("control"));
     stranger.send_line(&json!(keys(std::slice::from_ref(&captured))));
     // The same key may be published again at once, but never in the same place.
-    let newer = loop {
+    let mut newer = None;
+    eventually("the key may be published again", STEP, || {
         let answer = featurestore_tests::capture::request(&server, &names("a", 1), Ask::default());
         let result = &answer[0]["meta_info"]["spec_capture"];
         let result = result.as_array().map_or(result, |inner| &inner[0]).clone();
         if result.get("error").is_none() {
-            break result;
+            newer = Some(result);
+            return true;
         }
         assert!(result["error"].as_str().is_some_and(|e| e.contains("exists")), "{result}");
-    };
+        false
+    });
+    let newer = newer.expect("published");
     for (name, feature) in captured["features"].as_object().expect("features") {
         assert_ne!(feature["address"], newer["features"][name]["address"], "{name}");
     }
-    let free = |id: u64, result: &Value| {
-        json!({"op": "free", "id": id, "epoch": epoch, "objects": objects(result)})
-    };
+    let free = |id: u64, result: &Value| json!({"op": "free", "id": id, "epoch": epoch, "objects": objects(result)});
     holder.ask(&free(1, &captured));
     holder.ask(&free(2, &newer));
     drained(&server);

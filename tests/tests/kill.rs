@@ -25,9 +25,7 @@ const NOTICED: Duration = Duration::from_secs(8);
 fn trainer(engine: Engine) -> DirectTransport {
     let builder = DirectTransport::builder().engine(engine).lease(Duration::from_secs(2));
     let builder = match engine {
-        Engine::Tcp => {
-            builder.pool(RegionPool::new(Backing::heap(256 << 20).unwrap()).unwrap())
-        }
+        Engine::Tcp => builder.pool(RegionPool::new(Backing::heap(256 << 20).unwrap()).unwrap()),
         _ => builder,
     };
     builder.build().unwrap()
@@ -150,9 +148,7 @@ fn a_server_killed_in_mid_fetch_is_an_error_and_the_memory_comes_back() {
         matches!(error.kind(), ErrorKind::PeerGone | ErrorKind::ShortRead | ErrorKind::Timeout),
         "{error:?}"
     );
-    eventually("no byte stays in quarantine", STEP, || {
-        measured(&transport).quarantined_bytes == 0
-    });
+    eventually("no byte stays in quarantine", STEP, || measured(&transport).quarantined_bytes == 0);
 }
 
 fn a_server_killed_between_publish_and_release(engine: Engine) {
