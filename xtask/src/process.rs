@@ -189,6 +189,8 @@ fn kill_tree(child: &mut Child) {
 }
 
 fn stop_leftovers(target: &Path) -> Vec<String> {
+    // The kernel names executables by their real paths.
+    let target = &target.canonicalize().unwrap_or_else(|_| target.to_owned());
     let ours = || -> Vec<Process> {
         descendants()
             .into_iter()
