@@ -1,1 +1,2 @@
-//! Placeholder
+//! The benches of the workspace are the files in `benches/`; `cargo xtask bench` runs them all.
+#![forbid(unsafe_code)]
