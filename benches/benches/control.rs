@@ -42,7 +42,7 @@ fn drain(bytes: &[u8], mut each: impl FnMut(ObjectList)) -> usize {
             count += list.len();
             let mut objects = ObjectList::new();
             for key in list.iter() {
-                objects.push(&key, None);
+                objects.push(key, None);
             }
             each(objects);
         }

@@ -5,6 +5,8 @@
 //! - [`ControlClient`] is a trainer's one connection to one server, with a thread of its own.
 
 mod client;
+mod config;
+mod counters;
 mod link;
 mod peer;
 mod pending;
@@ -14,7 +16,9 @@ mod worker;
 
 pub(crate) use client::Claimed;
 pub use client::{ControlClient, ControlOptions, ControlStats, Standing};
+pub use config::{AnonymousFrees, ControlServerConfig};
+pub use counters::ControlServerStats;
 pub(crate) use pending::ClaimObject;
-pub use server::{AnonymousFrees, ControlServer, ControlServerConfig, ControlServerStats};
+pub use server::ControlServer;
 
 pub use ticket::FreeTicket;

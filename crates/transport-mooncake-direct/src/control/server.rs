@@ -5,31 +5,31 @@ use std::{
     net::{SocketAddr, TcpListener},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use capture_arena::{Arena, FreeRequest, HoldRequest, ObjectList};
-use control_proto::{
-    Secret,
-    control::{
-        ArenaInfo, BadLine, Budget, Code, Hello, Limits, LineDecoder, Objects, Request, Response,
-        ServerHello, ShmInfo, VERSION,
-    },
-};
+use capture_arena::Arena;
+use control_proto::control::{ArenaInfo, Budget, Code, LineDecoder, Response, ShmInfo};
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 use rustix::{
     event::{Timespec, epoll},
     io::Errno,
 };
-use transport_core::{ClientId, Epoch, Error, ErrorKind, Health, RemoteAddr, Result, SessionName};
+use transport_core::{ClientId, Error, ErrorKind, Health, Result, SessionName};
 
-use super::peer::{Client, Input, Peer, Watched};
+mod obey;
+
+use super::{
+    config::{AnonymousFrees, ControlServerConfig},
+    counters::{ControlServerStats, Counters},
+    peer::{Client, Input, Peer, Watched},
+};
 use crate::{
-    net::{AllowList, Waker, listen},
+    net::{Waker, listen},
     tcp::advertised,
 };
 
@@ -40,52 +40,6 @@ const SWEEP: Duration = Duration::from_millis(250);
 /// Tokens of the listener and the waker; connections count from 0.
 const LISTENER: u64 = u64::MAX;
 const WAKER: u64 = u64::MAX - 1;
-
-/// Whose lists of keys are taken without a `hello`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum AnonymousFrees {
-    /// Everybody's where the listener is on a loopback address and no token is set; else nobody's.
-    #[default]
-    LoopbackOnly,
-    /// Everybody's, on any address, even without a token: whoever can connect can free.
-    Everybody,
-    /// Nobody's.
-    Nobody,
-}
-
-/// How a [`ControlServer`] listens and what it allows.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ControlServerConfig {
-    /// Where it listens. Default: any free port of 127.0.0.1.
-    pub bind: SocketAddr,
-    /// Host that clients are told to connect to; the bound address unless given.
-    pub advertise_host: Option<String>,
-    /// Who may connect.
-    pub allow: AllowList,
-    /// What clients must prove to know.
-    pub token: Option<Secret>,
-    /// Whose lists of keys are taken.
-    pub anonymous: AnonymousFrees,
-    /// Bounds on lines, connections and what waits.
-    pub limits: Limits,
-    /// Longest lease granted. Default: 10 minutes.
-    pub max_lease: Duration,
-}
-
-impl Default for ControlServerConfig {
-    fn default() -> Self {
-        Self {
-            bind: SocketAddr::from(([127, 0, 0, 1], 0)),
-            advertise_host: None,
-            allow: AllowList::default(),
-            token: None,
-            anonymous: AnonymousFrees::default(),
-            limits: Limits::default(),
-            max_lease: Duration::from_secs(600),
-        }
-    }
-}
 
 /// Completes the arena's health with what the caller measures besides.
 pub(crate) type HealthSource = Arc<dyn Fn(Health) -> Health + Send + Sync>;
@@ -105,46 +59,6 @@ struct Shared {
     waker: Waker,
     answers_wait: AtomicBool, // and the poller has been woken for them
     counters: Counters,
-}
-
-#[derive(Debug, Default)]
-struct Counters {
-    connections: AtomicU64,
-    clients: AtomicU64,
-    lines: AtomicU64,
-    freed_keys: AtomicU64,
-    bad_lines: AtomicU64,
-    refused_lines: AtomicU64,
-    cut_lines: AtomicU64,
-    closed_for_cause: AtomicU64,
-    refused_connections: AtomicU64,
-    last_error: Mutex<Option<String>>,
-}
-
-/// What a [`ControlServer`] has seen so far.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ControlServerStats {
-    /// Connections at the moment.
-    pub connections: u64,
-    /// Clients that have said who they are, at the moment.
-    pub clients: u64,
-    /// Lines taken.
-    pub lines: u64,
-    /// Keys and objects whose free was passed on.
-    pub freed_keys: u64,
-    /// Lines that were no request.
-    pub bad_lines: u64,
-    /// Lines without the right to be obeyed, or for another life of the server.
-    pub refused_lines: u64,
-    /// Lines whose end never came.
-    pub cut_lines: u64,
-    /// Connections closed for what their peer did.
-    pub closed_for_cause: u64,
-    /// Connections turned away: not on the list, or one too many.
-    pub refused_connections: u64,
-    /// The newest failure.
-    pub last_error: Option<String>,
 }
 
 impl ControlServer {
@@ -224,28 +138,6 @@ impl ControlServer {
 impl Drop for ControlServer {
     fn drop(&mut self) {
         self.close();
-    }
-}
-
-impl Counters {
-    fn add(counter: &AtomicU64, n: u64) {
-        counter.fetch_add(n, Ordering::Relaxed);
-    }
-
-    fn stats(&self) -> ControlServerStats {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        ControlServerStats {
-            connections: get(&self.connections),
-            clients: get(&self.clients),
-            lines: get(&self.lines),
-            freed_keys: get(&self.freed_keys),
-            bad_lines: get(&self.bad_lines),
-            refused_lines: get(&self.refused_lines),
-            cut_lines: get(&self.cut_lines),
-            closed_for_cause: get(&self.closed_for_cause),
-            refused_connections: get(&self.refused_connections),
-            last_error: self.last_error.lock().clone(),
-        }
     }
 }
 
@@ -486,213 +378,6 @@ impl Poller {
         }
     }
 
-    fn obey(&mut self, token: u64, peer: &mut Peer, line: &[u8]) {
-        let limits = self.config.limits;
-        match Request::parse(line, &limits) {
-            Ok(Request::Keys(list)) => {
-                if peer.client.is_none() && !self.anonymous {
-                    return self.refuse(peer, None, Code::BadToken, "a list of keys needs a hello");
-                }
-                let mut objects = ObjectList::new();
-                list.iter().for_each(|key| objects.push(key, None));
-                let client = peer.client.as_ref().map(|c| c.id.clone());
-                self.free(client, objects, None);
-            }
-            Ok(Request::Hello(hello)) => {
-                peer.extended = true;
-                self.greet(peer, hello);
-            }
-            Ok(Request::Bye) => {
-                if let Some(client) = &peer.client {
-                    self.arena.client_bye(&client.id);
-                }
-                peer.close_soon(Instant::now());
-            }
-            Ok(Request::Ping { id }) => {
-                peer.extended = true;
-                self.answer(peer, &Response::Pong { id });
-            }
-            Ok(Request::Health { id }) => {
-                peer.extended = true;
-                if peer.client.is_none() && self.config.token.is_some() {
-                    return self.refuse(peer, Some(id), Code::NeedHello, "say hello first");
-                }
-                self.report(peer, id);
-            }
-            Ok(Request::Hold { id, epoch, objects }) => {
-                if let Some(client) = self.entitled(peer, id, epoch) {
-                    self.hold(token, peer, id, client, &objects);
-                }
-            }
-            Ok(Request::Free { id, epoch, objects }) => {
-                if let Some(client) = self.entitled(peer, id, epoch) {
-                    let (outbox, objects) = (self.outbox.clone(), objects.iter().collect());
-                    peer.inflight += 1;
-                    self.free(
-                        Some(client),
-                        objects,
-                        Some(Box::new(move |outcome| {
-                            let capture_arena::FreeOutcome { gone, stale } = outcome;
-                            outbox.send(token, Response::Freed { id, gone, stale });
-                        })),
-                    );
-                }
-            }
-            Ok(Request::Unhold { id, epoch, objects }) => {
-                if let Some(client) = self.entitled(peer, id, epoch) {
-                    self.arena.unhold(&client, objects.iter().collect());
-                    self.answer(peer, &Response::Pong { id });
-                }
-            }
-            Ok(_) => self.bad_line(peer, line, BadLine::UnknownOp),
-            Err(bad) => self.bad_line(peer, line, bad),
-        }
-    }
-
-    fn free(
-        &mut self,
-        client: Option<ClientId>,
-        objects: ObjectList,
-        reply: Option<Box<dyn FnOnce(capture_arena::FreeOutcome) + Send>>,
-    ) {
-        Counters::add(&self.shared.counters.freed_keys, objects.len() as u64);
-        self.measured = None;
-        self.arena.free(FreeRequest { client, objects, reply });
-    }
-
-    /// Claims objects; those that do not lie where the client believes are given back at once.
-    fn hold(
-        &mut self,
-        token: u64,
-        peer: &mut Peer,
-        id: u64,
-        client: ClientId,
-        objects: &Objects<'_>,
-    ) {
-        let arena = &self.arena;
-        let elsewhere: Vec<u32> = (0..)
-            .zip(objects.ranges())
-            .filter(|(_, range)| range.is_some_and(|(at, len)| !is_whole_object(arena, at, len)))
-            .map(|(place, _)| place)
-            .collect();
-        let claims: ObjectList = objects.iter().collect();
-        let mut misplaced = elsewhere.iter().peekable();
-        let back: ObjectList = (0..)
-            .zip(objects.iter())
-            .filter(|(place, _)| misplaced.next_if_eq(&place).is_some())
-            .map(|(_, object)| object)
-            .collect();
-        let (outbox, arena, holder) = (self.outbox.clone(), self.arena.clone(), client.clone());
-        peer.inflight += 1;
-        self.arena.hold(HoldRequest {
-            client,
-            objects: claims,
-            reply: Some(Box::new(move |outcome| {
-                let capture_arena::HoldOutcome { gone, mut stale } = outcome;
-                if !elsewhere.is_empty() {
-                    arena.unhold(&holder, back);
-                    stale.extend(elsewhere.into_iter().filter(|i| !gone.contains(i)));
-                    stale.sort_unstable();
-                    stale.dedup();
-                }
-                outbox.send(token, Response::Held { id, gone, stale });
-            })),
-        });
-    }
-
-    /// The client of an object line, if the line may be obeyed.
-    fn entitled(&mut self, peer: &mut Peer, id: u64, epoch: Epoch) -> Option<ClientId> {
-        peer.extended = true;
-        let Some(client) = peer.client.as_ref().map(|c| c.id.clone()) else {
-            self.refuse(peer, Some(id), Code::NeedHello, "say hello first");
-            return None;
-        };
-        if epoch != self.arena.epoch() {
-            let message = format!("this is life {}, not {epoch}", self.arena.epoch());
-            self.refuse(peer, Some(id), Code::StaleEpoch, message);
-            return None;
-        }
-        Some(client)
-    }
-
-    fn greet(&mut self, peer: &mut Peer, hello: Hello) {
-        if hello.version != VERSION {
-            let message = format!("this server speaks version {VERSION}");
-            return self.refuse(peer, None, Code::UnsupportedVersion, message);
-        }
-        if let Some(token) = &self.config.token
-            && !hello.token.as_ref().is_some_and(|given| given.matches(token))
-        {
-            return self.refuse(peer, None, Code::BadToken, "the token is missing or wrong");
-        }
-        if peer.client.as_ref().is_some_and(|c| c.id != hello.client) {
-            return self.refuse(peer, None, Code::BadLine, "the connection has another client");
-        }
-        let now = Instant::now();
-        let lease = hello.lease.min(self.config.max_lease);
-        if peer.client.is_none() {
-            let connections = self.clients.entry(hello.client.clone()).or_insert(0);
-            *connections += 1;
-            if *connections == 1 {
-                Counters::add(&self.shared.counters.clients, 1);
-            }
-        }
-        self.arena.client_seen(&hello.client, lease);
-        peer.client = Some(Client { id: hello.client, lease, seen: now, told: now });
-        let hello =
-            ServerHello::new(self.arena.epoch(), self.session.clone(), lease, self.hello.clone());
-        self.answer(peer, &Response::Hello(hello));
-    }
-
-    fn report(&mut self, peer: &mut Peer, id: u64) {
-        if self.measured.is_none() {
-            // The owner thread never waits for anything, least of all for this one.
-            match self.arena.health_blocking() {
-                Ok(health) => self.measured = Some((self.health)(health.into())),
-                Err(_) => {
-                    let message = "the arena is closed".into();
-                    let limit = self.config.limits.connection_bytes;
-                    return peer.complain(Some(id), Code::Closing, message, limit);
-                }
-            }
-        }
-        let health = self.measured.clone().expect("just measured");
-        self.answer(peer, &Response::Health { id, health });
-    }
-
-    fn answer(&self, peer: &mut Peer, response: &Response) {
-        if !peer.answer(response, self.config.limits.connection_bytes) {
-            Counters::add(&self.shared.counters.closed_for_cause, 1);
-            tracing::debug!(address = %peer.address, "a client does not read its answers");
-            peer.close_soon(Instant::now());
-        }
-    }
-
-    fn refuse(&self, peer: &mut Peer, id: Option<u64>, code: Code, message: impl Into<String>) {
-        Counters::add(&self.shared.counters.refused_lines, 1);
-        tracing::debug!(address = %peer.address, %code, "line refused");
-        peer.complain(id, code, message.into(), self.config.limits.connection_bytes);
-    }
-
-    fn bad_line(&self, peer: &mut Peer, line: &[u8], bad: BadLine) {
-        let counters = &self.shared.counters;
-        Counters::add(&counters.bad_lines, 1);
-        *counters.last_error.lock() = Some(bad.to_string());
-        tracing::debug!(address = %peer.address, reason = bad.reason(), "bad control line");
-        let limits = &self.config.limits;
-        let id = peer.extended.then(|| Request::id_of(line, limits)).flatten();
-        peer.complain(id, Code::BadLine, bad.to_string(), limits.connection_bytes);
-    }
-
-    fn close_for(&self, peer: &mut Peer, code: Code, reason: &dyn std::fmt::Display) {
-        let counters = &self.shared.counters;
-        Counters::add(&counters.closed_for_cause, 1);
-        *counters.last_error.lock() = Some(reason.to_string());
-        tracing::debug!(address = %peer.address, %reason, "control connection closed");
-        peer.complain(None, code, reason.to_string(), self.config.limits.connection_bytes);
-        peer.close_soon(Instant::now());
-    }
-
     /// Tells the arena that a client lives; not at every line, but often enough.
     fn heartbeat(&self, peer: &mut Peer) {
         let Some(client) = &mut peer.client else { return };
@@ -751,20 +436,6 @@ impl Poller {
 
 fn is_silent(peer: &Peer, now: Instant) -> bool {
     peer.is_open() && peer.client.as_ref().is_some_and(|c| now >= c.seen + 2 * c.lease)
-}
-
-/// Whether `len` bytes at `address` are one readable object from its first byte to its last.
-fn is_whole_object(arena: &Arena, address: RemoteAddr, len: u64) -> bool {
-    if len == 0 {
-        return true; // takes no range
-    }
-    let readable = |address: Option<u64>, len: Option<u64>| match (address, len) {
-        (Some(address), Some(len)) => arena.export().pin(RemoteAddr(address), len).is_ok(),
-        _ => false,
-    };
-    readable(Some(address.0), Some(len))
-        && !readable(Some(address.0), len.checked_add(1))
-        && !readable(address.0.checked_sub(1), Some(2))
 }
 
 fn flags(watched: Watched) -> epoll::EventFlags {
