@@ -153,6 +153,8 @@ fn frees() {
 /// The cost of one small sample, whatever their number.
 fn samples() {
     println!("\nsamples of 4 KiB: fetch in calls of 64, then release, microseconds a sample");
+    println!("(every page touched before, nothing of it in a cache)");
+    let mut evict = vec![0u8; 64 * MIB];
     println!(
         "{:>10} {:>12} {:>12} {:>12} {:>12}",
         "", "shm fetch", "release", "tcp fetch", "release"
@@ -160,13 +162,15 @@ fn samples() {
     for count in [64, 1000, 10_000, 100_000] {
         print!("{count:>10}");
         for engine in [Engine::Shm, Engine::Tcp] {
-            let rounds = (20_000 / count).clamp(1, 20);
+            let rounds = (50_000 / count).clamp(3, 50);
             let (mut fetching, mut releasing) = (Vec::new(), Vec::new());
             let sink = sink(count * 4608 + MIB);
             let consumer = consumer(engine, 8 * MIB);
             consumer.announce(sink.control(), soon()).expect("announce");
-            for _ in 0..rounds {
+            for round in 0..=rounds {
                 let all = publish(&sink, count, &[4 * KIB], Some(&consumer));
+                evict.iter_mut().step_by(64).for_each(|byte| *byte = byte.wrapping_add(1));
+                black_box(&mut evict);
                 let start = Instant::now();
                 for call in all.chunks(64) {
                     let requests = call
@@ -176,12 +180,15 @@ fn samples() {
                     let options = FetchOptions::default();
                     black_box(consumer.fetch_blocking(requests, &options).expect("fetch"));
                 }
-                fetching.push(start.elapsed() / count as u32);
+                let fetched = start.elapsed() / count as u32;
                 let start = Instant::now();
                 for call in all.chunks(4096) {
                     release(&consumer, call);
                 }
-                releasing.push(start.elapsed() / count as u32);
+                if round > 0 {
+                    fetching.push(fetched);
+                    releasing.push(start.elapsed() / count as u32);
+                }
             }
             for times in [fetching, releasing] {
                 let median = Measured::of(times).median;
@@ -205,11 +212,13 @@ impl PlainLoop {
         stream.set_nodelay(true).expect("nodelay");
         server.set_nodelay(true).expect("nodelay");
         std::thread::spawn(move || {
-            let body = vec![7u8; 64 * MIB];
+            let body = vec![7u8; 128 * MIB];
             let mut header = [0; 24];
             while server.read_exact(&mut header).is_ok() {
-                let size = u64::from_le_bytes(header[..8].try_into().expect("8 bytes")) as usize;
-                if server.write_all(&body[..size]).is_err() {
+                let number =
+                    |at| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 bytes"));
+                let (size, offset) = (number(0) as usize, number(8) as usize);
+                if server.write_all(&body[offset..offset + size]).is_err() {
                     return;
                 }
             }
@@ -219,9 +228,12 @@ impl PlainLoop {
 
     /// Requests run ahead of the answers, as the engine's do.
     fn read(&mut self, count: usize, size: usize, buffer: &mut [u8]) {
-        let mut header = [0; 24];
-        header[..8].copy_from_slice(&(size as u64).to_le_bytes());
-        self.stream.write_all(&header.repeat(count)).expect("request");
+        let mut headers = vec![0; 24 * count];
+        for (i, header) in headers.chunks_mut(24).enumerate() {
+            header[..8].copy_from_slice(&(size as u64).to_le_bytes());
+            header[8..16].copy_from_slice(&((i * size) as u64).to_le_bytes());
+        }
+        self.stream.write_all(&headers).expect("request");
         for part in buffer.chunks_mut(size) {
             self.stream.read_exact(part).expect("answer");
         }

@@ -151,8 +151,14 @@ impl Conn {
                 return Err(Errno::TIMEDOUT);
             }
             self.tick_for(left.min(stall), false)?;
-            let mut control = SendAncillaryBuffer::new(&mut []);
-            match rustix::net::sendmsg(&self.stream, parts, &mut control, SendFlags::NOSIGNAL) {
+            let sent = match &*parts {
+                [part] => rustix::net::send(&self.stream, part, SendFlags::NOSIGNAL),
+                parts => {
+                    let mut control = SendAncillaryBuffer::new(&mut []);
+                    rustix::net::sendmsg(&self.stream, parts, &mut control, SendFlags::NOSIGNAL)
+                }
+            };
+            match sent {
                 Ok(n) => {
                     if n > 0 {
                         progress = Instant::now();

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use control_proto::mooncake::handshake::SegmentDescriptor;
+use control_proto::mooncake::{data::Version, handshake::SegmentDescriptor};
 use parking_lot::Mutex;
 use transport_core::{
     DEFAULT_DEADLINE, Epoch, Error, ErrorKind, RegionMut, RemoteAddr, Result, SessionName,
@@ -228,8 +228,9 @@ impl TcpEngine {
                 return Err(ReadError { op: Some(op), error: outside(session, &ops[op]) });
             }
         }
+        let mut version = instance.first_version();
         loop {
-            let (failure, reused) = match inner.attempt(&peer, &instance, ops, options) {
+            let (failure, reused) = match inner.attempt(&peer, &instance, version, ops, options) {
                 Ok(()) => {
                     inner.reads.fetch_add(ops.len() as u64, Ordering::Relaxed);
                     let bytes: u64 = ops.iter().map(|op| op.dst.len() as u64).sum();
@@ -244,43 +245,34 @@ impl TcpEngine {
                     }
                     // Its data port may have moved, or another life has taken over.
                     instance = inner.refresh(&peer, session, options)?;
+                    version = instance.first_version();
                     refreshed = true;
                     continue;
                 }
             };
-            let error = |failure: &Failure| {
-                let op = Some(failure.op);
-                ReadError { op, error: explain(session, failure, &ops[failure.op]) }
-            };
-            if matches!(
-                failure.cause,
-                Cause::Rejected(_) | Cause::System(rustix::io::Errno::CANCELED)
-            ) {
-                // The peer is well; its connections of this batch are closed, that is enough.
-                return Err(error(&failure));
+            let error = || explain(session, &failure, &ops[failure.op]);
+            let failed = |error| Err(ReadError { op: Some(failure.op), error });
+            if failure.is_an_answer() {
+                // The peer is well; the connections of this batch are closed, that is enough.
+                return failed(error());
             }
             instance.doubt();
-            if refreshed || failure.cause_is_timeout() {
-                return Err(error(&failure));
+            if failure.is_timeout() || (refreshed && version >= instance.version) {
+                return failed(error());
             }
             refreshed = true;
             match inner.refresh(&peer, session, options) {
-                // It closed connections that had been idle for too long.
-                Ok(alive) if reused && failure.is_stale_connection() => instance = alive,
-                Ok(alive) if !Arc::ptr_eq(&alive, &instance) && options.epoch.is_none() => {
-                    return Err(ReadError {
-                        op: Some(failure.op),
-                        error: gone(session, &failure, "the peer was replaced by another process"),
-                    });
+                Ok(alive) if !Arc::ptr_eq(&alive, &instance) => {
+                    return failed(replaced(session));
                 }
-                Ok(_) => return Err(error(&failure)),
-                Err(e) if e.kind() == ErrorKind::PeerGone || e.kind() == ErrorKind::Stale => {
-                    return Err(ReadError {
-                        op: Some(failure.op),
-                        error: e.source(error(&failure).error),
-                    });
+                // It lives and ended the connection. The newer version knows how to say why.
+                Ok(_) if version < instance.version => version = instance.version,
+                // It closed a connection that had been idle for long.
+                Ok(_) if reused && failure.is_stale_connection() => {}
+                Err(e) if matches!(e.kind(), ErrorKind::PeerGone | ErrorKind::Stale) => {
+                    return failed(e.source(error()));
                 }
-                Err(_) => return Err(error(&failure)),
+                Ok(_) | Err(_) => return failed(error()),
             }
         }
     }
@@ -362,6 +354,7 @@ impl Inner {
         &self,
         peer: &Peer,
         instance: &Arc<Instance>,
+        version: Version,
         ops: &mut [ReadOp],
         options: &ReadOptions,
     ) -> Result<(), Attempt> {
@@ -385,7 +378,7 @@ impl Inner {
             idle: self.options.idle,
             connect: self.options.connect_timeout,
         };
-        let lane = Lane { inner: self, peer, instance, options, window, bounds };
+        let lane = Lane { inner: self, peer, instance, version, options, window, bounds };
         if lanes == 1 {
             let mut requests = requests.into_iter();
             return lane.run(0, || requests.next());
@@ -400,6 +393,7 @@ struct Lane<'e> {
     inner: &'e Inner,
     peer: &'e Peer,
     instance: &'e Arc<Instance>,
+    version: Version,
     options: &'e ReadOptions,
     window: Window,
     bounds: PoolBounds,
@@ -422,7 +416,7 @@ impl Lane<'_> {
         };
         let until = Until { deadline, stop: self.options.stop.as_deref() };
         let reused = lent.reused;
-        match read_all(lent.conn(), self.instance.version, self.window, until, source) {
+        match read_all(lent.conn(), self.version, self.window, until, source) {
             Ok(()) => {
                 lent.give_back();
                 Ok(())
@@ -433,8 +427,13 @@ impl Lane<'_> {
 }
 
 impl Failure {
-    fn cause_is_timeout(&self) -> bool {
+    fn is_timeout(&self) -> bool {
         matches!(self.cause, Cause::System(rustix::io::Errno::TIMEDOUT))
+    }
+
+    /// Whether the connection and the peer are as they should be.
+    fn is_an_answer(&self) -> bool {
+        matches!(self.cause, Cause::Rejected(_) | Cause::System(rustix::io::Errno::CANCELED))
     }
 }
 
@@ -449,10 +448,9 @@ fn outside(session: &SessionName, op: &ReadOp) -> Error {
         .with("bytes", op.dst.len())
 }
 
-fn gone(session: &SessionName, failure: &Failure, message: &'static str) -> Error {
-    Error::new(ErrorKind::PeerGone, "read", message)
+fn replaced(session: &SessionName) -> Error {
+    Error::new(ErrorKind::PeerGone, "read", "the peer was replaced by another process")
         .with("peer", session)
-        .with("at_operation", failure.op)
 }
 
 fn explain(session: &SessionName, failure: &Failure, op: &ReadOp) -> Error {
