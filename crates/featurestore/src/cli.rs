@@ -1,6 +1,11 @@
 //! Commands and flags.
 
-use std::{io::IsTerminal, path::PathBuf, process::ExitCode};
+use std::{
+    io::{IsTerminal, Write},
+    path::PathBuf,
+    process::ExitCode,
+    time::Duration,
+};
 
 use clap::{Args, Parser, Subcommand};
 use featurestore::{
@@ -91,8 +96,8 @@ impl ModelArgs {
 #[derive(Debug, Args)]
 struct PipelineArgs {
     /// Synthetic samples to move.
-    #[arg(long, default_value_t = 64)]
-    samples: usize,
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(0..=10_000_000))]
+    samples: u32,
     /// Capture servers to start.
     #[arg(long, default_value_t = 2)]
     servers: usize,
@@ -265,7 +270,7 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     let settings = args.settings()?;
     let config = Config::from_settings(&settings)?;
     let mut options = Options::default();
-    options.samples = args.samples;
+    options.samples = args.samples as usize;
     options.servers = args.servers;
     options.arena = ServerConfig::from_settings(&settings)?.arena;
     options.config.clone_from(&args.config);
@@ -285,15 +290,21 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     if args.json {
         let json = serde_json::to_string(&report)
             .map_err(|e| Error::new(ErrorKind::Unexpected, "report", "not JSON").source(e))?;
-        println!("{json}");
+        say(json)?;
     } else {
-        println!("{report}");
+        say(&report)?;
     }
     let wrong = report.verdict();
     for problem in &wrong {
         eprintln!("featurestore: wrong result: {problem}");
     }
     Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })
+}
+
+/// Prints a line on standard output; a closed or full one is an error, not a panic.
+fn say(line: impl std::fmt::Display) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|e| Error::io("print result", e))
 }
 
 fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
@@ -315,15 +326,18 @@ fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
     };
     let fill = config.fill_threads;
     let fill = fill.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-    runtime(2, fill)?.block_on(async {
+    let runtime = runtime(2, fill)?;
+    let served = runtime.block_on(async {
         let server = CaptureServer::bind(&config, source).await?;
         let end = end_of_life(args.exit_with_parent)?; // before anybody can know of this process
         let ready = serde_json::to_string(&server.ready_line())
             .map_err(|e| Error::new(ErrorKind::Unexpected, "report", "not JSON").source(e))?;
-        println!("{ready}");
+        say(ready)?;
         server.serve(end).await
-    })?;
-    Ok(ExitCode::SUCCESS)
+    });
+    // A fill that hangs, as on a dead file system, must not keep the process.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    served.map(|()| ExitCode::SUCCESS)
 }
 
 fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
@@ -334,13 +348,13 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     problems.note(ServerConfig::from_settings(&settings.clone().or_default("arena", "1MiB")?));
     problems.settle("configure")?;
     for (key, value, source) in settings.effective() {
-        println!(
+        say(format_args!(
             "{:<14} {:<16} {:<32} {}",
             key.name,
             value.as_deref().unwrap_or("-"),
             source.to_string(),
             key.help
-        );
+        ))?;
     }
     Ok(ExitCode::SUCCESS)
 }

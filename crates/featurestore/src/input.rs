@@ -8,7 +8,7 @@ use std::{
     collections::BTreeMap,
     fs::File,
     io::Read,
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -134,7 +134,7 @@ impl Sample {
         let corrupt = |why: &'static str| {
             Error::new(ErrorKind::Corrupt, "open sample", why).with("file", path.display())
         };
-        let mut file = File::open(&path).map_err(io)?;
+        let mut file = regular_file(&path).map_err(io)?;
         let file_bytes = file.metadata().map_err(io)?.len();
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(io)?;
@@ -184,7 +184,7 @@ impl Sample {
     pub fn read(&self, name: &FeatureName, out: &mut [u8]) -> Result<()> {
         let stored = self.stored(name)?;
         debug_assert_eq!(stored.meta.nbytes(), out.len() as u64);
-        File::open(&self.path)
+        regular_file(&self.path)
             .and_then(|file| file.read_exact_at(out, stored.offset))
             .map_err(|e| Error::io("read sample", e).with("file", self.path.display()))
     }
@@ -219,6 +219,16 @@ impl Sample {
                 .with("tensor", name)
         })
     }
+}
+
+/// Opens a regular file, and nothing that could block for ever, such as a pipe.
+fn regular_file(path: &Path) -> std::io::Result<File> {
+    let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+    let file = File::options().read(true).custom_flags(nonblocking).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    Ok(file)
 }
 
 /// sha256 in lower-case hexadecimal.
@@ -284,6 +294,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let error = Folder::open(folder.path()).unwrap_err().to_string();
         assert!(error.contains("no samples"), "{error}");
+        let pipe = folder.path().join("pipe.safetensors");
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+            .unwrap();
+        let error = Folder::open(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("not a regular file") && error.contains("pipe"), "{error}");
+        std::fs::remove_file(pipe).unwrap();
         for bytes in [&b""[..], &[0xff; 64], b"\x02\0\0\0\0\0\0\0{]"] {
             std::fs::write(folder.path().join("a.safetensors"), bytes).unwrap();
             let error = Folder::open(folder.path()).unwrap_err().to_string();

@@ -37,10 +37,14 @@ use crate::{
 /// How long requests in flight may take after the server was asked to end.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Longest body of a request: about a million tokens.
-const MAX_BODY: usize = 16 << 20;
-/// Bytes of bodies in flight, all requests together.
-const MAX_BODIES: usize = 32 << 20;
+/// Longest body of a request: half a million tokens, with ids and masks.
+const MAX_BODY: usize = 8 << 20;
+/// Memory of requests in flight, all together: their bodies, and the numbers read from them.
+const MAX_BODIES: usize = 48 << 20;
+/// Memory that a byte of a body takes at most: two bytes of text can become eight.
+const BODY_COST: usize = 5;
+/// Bytes of each body that are not counted, so that small requests never wait for large ones.
+const BODY_FREE: usize = 16 << 10;
 /// Unit in which [`MAX_BODIES`] is handed out.
 const BODY_UNIT: usize = 1 << 10;
 

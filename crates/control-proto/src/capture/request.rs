@@ -1,6 +1,7 @@
 //! The body of `POST /generate` that asks for captures.
 
-use serde_json::{Map, Value};
+use indexmap::IndexMap;
+use serde_json::value::RawValue;
 use transport_core::{Error, ErrorKind, Result};
 
 use super::{Faults, Limits, SampleRequest, body_text};
@@ -33,8 +34,8 @@ pub struct CaptureRequest {
     pub prompts: Vec<Prompt>,
     /// How to sample, the same for all.
     pub sampling: Sampling,
-    /// Further fields, for the server as it is; none of them reserved.
-    pub other: Map<String, Value>,
+    /// Further fields as JSON text, for the server as they are; none of them reserved.
+    pub other: IndexMap<String, String>,
 }
 
 /// One prompt of a request.
@@ -65,7 +66,7 @@ impl CaptureRequest {
             Form::Plugin => 0,
         };
         let sampling = Sampling { temperature: 0.0, max_new_tokens };
-        Self { form, batched: true, prompts, sampling, other: Map::new() }
+        Self { form, batched: true, prompts, sampling, other: IndexMap::new() }
     }
 
     /// Reads a body. Fields without a meaning here are kept in [`Self::other`].
@@ -108,11 +109,8 @@ impl CaptureRequest {
         let prompts = prompts
             .map(|((input_ids, extra_key), sample)| Prompt { input_ids, extra_key, sample })
             .collect();
-        let mut other = Map::new();
-        for (name, raw) in object.iter().filter(|(name, _)| !RESERVED.contains(name)) {
-            let value = serde_json::from_str(raw).map_err(|_| READ.error("nested too deeply"))?;
-            other.insert(name.to_owned(), value);
-        }
+        let rest = object.iter().filter(|(name, _)| !RESERVED.contains(name));
+        let other = rest.map(|(name, raw)| (name.to_owned(), raw.to_owned())).collect();
         Ok(Self { form, batched, prompts, sampling, other })
     }
 
@@ -127,6 +125,11 @@ impl CaptureRequest {
         }
         if let Some(name) = self.other.keys().find(|name| RESERVED.contains(&&***name)) {
             return Err(invalid("a reserved field is set").with("field", name));
+        }
+        for (name, value) in &self.other {
+            if serde_json::from_str::<&RawValue>(value).is_err() {
+                return Err(invalid("a further field is not JSON").with("field", name));
+            }
         }
         if !self.sampling.temperature.is_finite() {
             return Err(invalid("the temperature is not a number"));
@@ -157,7 +160,7 @@ impl CaptureRequest {
             out.push(b',');
             write_string(out, name);
             out.push(b':');
-            write_value(out, value);
+            out.extend_from_slice(value.as_bytes());
         }
         out.push(b'}');
         Ok(())

@@ -77,10 +77,12 @@ impl Server {
             ("--data", ANY_PORT.into()),
             ("--control", ANY_PORT.into()),
         ] {
-            command.args([flag, &value]);
+            command.arg(format!("{flag}={value}")); // a value may begin with a dash
         }
         if let Some(input) = &options.input {
-            command.arg("--input").arg(input);
+            let mut flag = std::ffi::OsString::from("--input=");
+            flag.push(input);
+            command.arg(flag);
         }
         let mut child = command.spawn().map_err(|e| Error::io("start capture server", e))?;
         let name = format!("capture server {index} (pid {})", child.id().unwrap_or(0));

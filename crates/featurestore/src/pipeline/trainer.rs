@@ -165,13 +165,14 @@ async fn fetch(
     active: &mut Duration,
 ) -> Result<Fetched> {
     let end = Instant::now() + store.deadline();
+    let copies = !store.info().capabilities.views; // a view takes no room that could come back
     loop {
         let freed = room.notified();
         let start = Instant::now();
         let fetched = store.get(descriptor.clone()).await;
         *active += start.elapsed();
         match fetched {
-            Err(error) if error.kind() == ErrorKind::CapacityExceeded => {
+            Err(error) if copies && error.kind() == ErrorKind::CapacityExceeded => {
                 let left = end.saturating_duration_since(Instant::now());
                 if tokio::time::timeout(left, freed).await.is_err() {
                     return Err(error);

@@ -1,12 +1,14 @@
 //! `POST /generate`: reserve, fill, publish, answer.
 
 use std::{
+    future::poll_fn,
+    pin::Pin,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use axum::{
-    body::{Body, Bytes, HttpBody},
+    body::{Body, HttpBody},
     extract::{Request, State},
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
@@ -21,10 +23,12 @@ use tokio::{sync::SemaphorePermit, time::timeout};
 use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
 use transport_mooncake_direct::SinkReservation;
 
-use super::{BODY_UNIT, MAX_BODIES, Shared, bump};
+use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump};
 
 /// Longest time for which a body may arrive.
 const BODY: Duration = Duration::from_secs(60);
+/// Longest pause between two pieces of a body.
+const STALL: Duration = Duration::from_secs(10);
 
 pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request) -> Response {
     bump(&state.counts.requests, 1);
@@ -72,38 +76,62 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
     }
 }
 
-/// Reads a body, once there is room for it beside the others in flight. The room is given back
-/// with the request, whose prompts take about as much.
-async fn read(state: &Shared, body: Body) -> Result<(Bytes, SemaphorePermit<'_>), Box<Response>> {
-    let refuse = |status, error: Error| Err(Box::new(refusal_as(status, &error)));
+/// Reads a body. Room beside the others in flight is taken as bytes arrive, not as they are
+/// announced, and is given back with the request.
+async fn read(
+    state: &Shared,
+    mut body: Body,
+) -> Result<(Vec<u8>, Option<SemaphorePermit<'_>>), Box<Response>> {
+    let refuse = |status, error: Error| Box::new(refusal_as(status, &error));
     let error = |kind, why: &'static str| Error::new(kind, "read body", why);
     let most = state.limits.body_bytes;
-    let announced = body.size_hint().upper().unwrap_or(most as u64);
-    if announced > most as u64 {
+    let too_long = |found: u64| {
         let error = error(ErrorKind::InvalidInput, "the body is too long")
             .with("max_bytes", most)
-            .with("found", announced)
+            .with("found", found)
             .remedy("send fewer prompts in a request");
-        return refuse(StatusCode::PAYLOAD_TOO_LARGE, error);
-    }
-    let room = state.bodies.acquire_many((announced as usize).div_ceil(BODY_UNIT) as u32);
-    let Ok(Ok(room)) = timeout(state.deadline, room).await else {
-        let error = error(ErrorKind::Busy, "too many bytes of requests in flight")
-            .with("limit", MAX_BODIES)
-            .remedy("ask again later");
-        return refuse(StatusCode::SERVICE_UNAVAILABLE, error);
+        refuse(StatusCode::PAYLOAD_TOO_LARGE, error)
     };
-    match timeout(BODY, axum::body::to_bytes(body, most)).await {
-        Ok(Ok(bytes)) => Ok((bytes, room)),
-        Ok(Err(cause)) => {
-            let why = "the body did not arrive, or is too long";
-            let error = error(ErrorKind::InvalidInput, why).with("max_bytes", most).source(cause);
-            refuse(StatusCode::BAD_REQUEST, error)
+    let announced = body.size_hint().lower();
+    if announced > most as u64 {
+        return Err(too_long(announced));
+    }
+    let (mut bytes, mut room, mut counted) = (Vec::new(), None::<SemaphorePermit<'_>>, 0);
+    let end = Instant::now() + BODY;
+    loop {
+        let left = end.saturating_duration_since(Instant::now()).min(STALL);
+        let frame = poll_fn(|context| Pin::new(&mut body).poll_frame(context));
+        let data = match timeout(left, frame).await {
+            Ok(None) => return Ok((bytes, room)),
+            Ok(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
+            Ok(Some(Err(cause))) => {
+                let error = error(ErrorKind::InvalidInput, "the body did not arrive").source(cause);
+                return Err(refuse(StatusCode::BAD_REQUEST, error));
+            }
+            Err(_) => {
+                let error = error(ErrorKind::Timeout, "the body did not arrive in time")
+                    .with("after", format_args!("{BODY:?}, or {STALL:?} without a byte"));
+                return Err(refuse(StatusCode::REQUEST_TIMEOUT, error));
+            }
+        };
+        if bytes.len() + data.len() > most {
+            return Err(too_long((bytes.len() + data.len()) as u64));
         }
-        Err(_) => {
-            let error = error(ErrorKind::Timeout, "the body did not arrive in time")
-                .with("after", format_args!("{BODY:?}"));
-            refuse(StatusCode::REQUEST_TIMEOUT, error)
+        bytes.extend_from_slice(&data);
+        let needed = (bytes.len().saturating_sub(BODY_FREE) * BODY_COST).div_ceil(BODY_UNIT);
+        if needed > counted {
+            let more = state.bodies.acquire_many((needed - counted) as u32);
+            let Ok(Ok(more)) = timeout(state.deadline, more).await else {
+                let error = error(ErrorKind::Busy, "too many bytes of requests in flight")
+                    .with("limit", MAX_BODIES)
+                    .remedy("ask again later");
+                return Err(refuse(StatusCode::SERVICE_UNAVAILABLE, error));
+            };
+            counted = needed;
+            match &mut room {
+                Some(room) => room.merge(more),
+                None => room = Some(more),
+            }
         }
     }
 }
@@ -169,7 +197,7 @@ async fn capture(state: &Arc<Shared>, prompts: &Arc<[Prompt]>, asked: Asked) -> 
             }
             Err(error) => {
                 bump(&state.counts.failed, places.len() as u64);
-                tracing::warn!(%error, samples = places.len(), "a batch was not captured");
+                tracing::info!(%error, samples = places.len(), "a batch was not captured");
                 for place in places {
                     rows[place] = Some(failed(&prompts[place], &error, error.is_temporary()));
                 }

@@ -14,7 +14,7 @@ use tokio::{net::TcpListener, sync::Semaphore, task::JoinSet, time::sleep};
 /// Connections at a time; more wait to be accepted.
 const CONNECTIONS: usize = 1024;
 /// Longest wait for the head of a request, also on a connection that was used before.
-const HEAD: Duration = Duration::from_secs(120);
+const HEAD: Duration = Duration::from_secs(20);
 /// Pause after a connection could not be accepted, as when file descriptors have run out.
 const PAUSE: Duration = Duration::from_millis(50);
 
