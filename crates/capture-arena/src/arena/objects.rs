@@ -201,6 +201,11 @@ impl ObjectList {
         self.entries.is_empty()
     }
 
+    /// Bytes of memory that its keys and lives take.
+    pub(crate) fn bytes(&self) -> usize {
+        self.text.len() + self.entries.len() * size_of::<(u32, Option<Sequence>)>()
+    }
+
     /// Keys and lives, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, Option<Sequence>)> {
         let mut start = 0;

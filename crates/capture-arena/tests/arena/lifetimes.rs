@@ -433,3 +433,49 @@ fn readers_never_see_the_next_owner() {
     assert_eq!(health.published_samples, 3 * u64::from(ROUNDS));
     assert_eq!(health.published_samples, health.released_samples);
 }
+
+#[test]
+fn what_waits_for_the_owner_is_counted_until_it_is_done() {
+    let arena = arena(4096);
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let blocked = Box::new(move |_| assert!(wait.recv_timeout(Duration::from_secs(10)).is_ok()));
+    let objects = one("first", None);
+    arena.free(FreeRequest { client: None, objects, reply: Some(blocked) });
+    let before = arena.backlog_bytes();
+    let (key, me) = ("k".repeat(1000), client("me"));
+    arena.free(FreeRequest { client: None, objects: one(&key, None), reply: None });
+    arena.hold(HoldRequest { client: me.clone(), objects: one(&key, None), reply: None });
+    arena.unhold(&me, one(&key, None));
+    let queued = arena.backlog_bytes() - before;
+    assert!((3000..6000).contains(&queued), "{queued}");
+    go.send(()).unwrap();
+    until(&arena, |_| arena.backlog_bytes() == 0);
+    arena.close();
+    arena.free(FreeRequest { client: None, objects: one(&key, None), reply: None });
+    assert_eq!(arena.backlog_bytes(), 0, "nothing waits for a closed arena");
+}
+
+#[test]
+fn a_flood_of_keys_does_not_keep_reservations_waiting() {
+    let arena = arena(4096);
+    let _full = publish(&arena, plan("a", &[4096]), 1);
+    let waiting = thread::spawn({
+        let arena = arena.clone();
+        move || arena.reserve_blocking(vec![plan("b", &[512])], soon(50)).unwrap_err()
+    });
+    until(&arena, |h| h.waiting_batches == 1);
+    let done = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let unknown: ObjectList = (0..8192).map(|_| ("u", None)).collect();
+    for _ in 0..200 {
+        let done = done.clone();
+        let slow = move |_| {
+            thread::sleep(Duration::from_millis(2)); // as if the keys were known
+            done.fetch_add(1, Ordering::Relaxed);
+        };
+        let objects = unknown.clone();
+        arena.free(FreeRequest { client: None, objects, reply: Some(Box::new(slow)) });
+    }
+    assert_eq!(waiting.join().unwrap().kind(), ErrorKind::CapacityExceeded);
+    let done = done.load(Ordering::Relaxed);
+    assert!(done < 150, "{done} of 200 lists came before the deadline was looked at");
+}
