@@ -254,6 +254,43 @@ fn two_hundred_clients_without_a_newline_do_not_delay_the_others() {
 }
 
 #[test]
+fn nothing_more_is_read_while_the_arena_is_behind() {
+    const BOUND: usize = 16 << 20;
+    let sink = sink(MIB);
+    publish(&sink, "a", 1, &[10]);
+    // The owner is kept busy by an answer until the test lets it go on.
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let busy = move |_| assert!(wait.recv_timeout(Duration::from_secs(20)).is_ok());
+    let objects = capture_arena::ObjectList::new();
+    let reply: Option<Box<dyn FnOnce(_) + Send>> = Some(Box::new(busy));
+    sink.arena().free(capture_arena::FreeRequest { client: None, objects, reply });
+    let line = format!("[{}\"u\"]\n", "\"u\",".repeat(60_000));
+    let lines: u64 = 64; // more than 60 MiB of keys and entries
+    let floods: Vec<_> = (0..2)
+        .map(|_| {
+            let (mut stream, line) = (raw(sink.control()), line.clone());
+            stream.set_write_timeout(Some(Duration::from_secs(30))).unwrap();
+            std::thread::spawn(move || {
+                (0..lines / 2).for_each(|_| stream.write_all(line.as_bytes()).unwrap());
+                stream
+            })
+        })
+        .collect();
+    eventually("the bound is reached", || sink.arena().backlog_bytes() > BOUND);
+    for _ in 0..40 {
+        std::thread::sleep(Duration::from_millis(5));
+        let backlog = sink.arena().backlog_bytes();
+        assert!(backlog < BOUND + (4 << 20), "{backlog} bytes wait");
+    }
+    go.send(()).unwrap();
+    let mut streams: Vec<_> = floods.into_iter().map(|f| f.join().unwrap()).collect();
+    say(&mut streams[0], r#"["test/a/g1/t0"]"#);
+    eventually("everything is applied", || resident(&sink) == 0);
+    eventually("and nothing lost", || sink.control_stats().freed_keys == lines * 60_001 + 1);
+    eventually("nothing waits", || sink.arena().backlog_bytes() == 0);
+}
+
+#[test]
 fn a_client_that_reads_no_answers_is_closed() {
     let sink = sink_with(MIB, |config| config.limits.connection_bytes = 64 << 10);
     let mut stream = raw(sink.control());

@@ -151,6 +151,13 @@ impl Peer {
         true
     }
 
+    /// Nothing was read from it for so long, so its silence does not count.
+    pub(super) fn excuse(&mut self, unread: Duration) {
+        if let Some(client) = &mut self.client {
+            client.seen += unread;
+        }
+    }
+
     /// The peer sends no more.
     pub(super) fn half_close(&mut self, now: Instant) {
         if self.state == State::Open {

@@ -37,6 +37,11 @@ use crate::{
 const READ_BYTES: usize = 64 << 10;
 /// How often leases and closing connections are looked at.
 const SWEEP: Duration = Duration::from_millis(250);
+/// Bytes of requests that may wait in the arena before nothing more is read from anybody: enough
+/// for a few full lines of many clients at once, and no more memory than the connections' own.
+const MAX_BACKLOG: usize = 16 << 20;
+/// How often the arena's progress is looked at while nothing is read.
+const CATCH_UP: Duration = Duration::from_millis(2);
 /// Tokens of the listener and the waker; connections count from 0.
 const LISTENER: u64 = u64::MAX;
 const WAKER: u64 = u64::MAX - 1;
@@ -250,7 +255,10 @@ impl Poller {
                 match event.data.u64() {
                     LISTENER => self.accept_all(),
                     WAKER => self.shared.waker.reset(),
-                    token => self.serve(token, event.flags, &mut buffer),
+                    token => {
+                        self.let_arena_catch_up();
+                        self.serve(token, event.flags, &mut buffer);
+                    }
                 }
             }
             self.pass_answers_on();
@@ -261,6 +269,24 @@ impl Poller {
             }
         }
         self.say_goodbye();
+    }
+
+    /// Reads nothing while too much waits in the arena, which cannot refuse what it is told. Then
+    /// clients wait in their sockets, and memory stays bounded whatever they send.
+    fn let_arena_catch_up(&mut self) {
+        if self.arena.backlog_bytes() <= MAX_BACKLOG {
+            return;
+        }
+        let start = Instant::now();
+        let stopped = |shared: &Shared| shared.stop.load(Ordering::Relaxed);
+        // Down to half, so that each wait lets a good deal through afterwards.
+        while self.arena.backlog_bytes() > MAX_BACKLOG / 2 && !stopped(&self.shared) {
+            std::thread::sleep(CATCH_UP);
+            self.pass_answers_on();
+        }
+        let waited = start.elapsed();
+        tracing::debug!(?waited, "waited for the arena to catch up");
+        self.peers.values_mut().for_each(|(peer, _)| peer.excuse(waited));
     }
 
     fn accept_all(&mut self) {
