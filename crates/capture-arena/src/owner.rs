@@ -272,6 +272,7 @@ impl Arena {
     ///
     /// # Errors
     /// [`ErrorKind::AlreadyExists`] for a key that is published or being filled, unless `replace`;
+    /// [`ErrorKind::Busy`] for a key of which clients still hold 64 older lives;
     /// [`ErrorKind::InvalidInput`] for a key that occurs twice or a sample without tensors;
     /// [`ErrorKind::CapacityExceeded`] when the deadline passes, and at once for a batch larger
     /// than the arena; [`ErrorKind::Closed`].

@@ -80,7 +80,8 @@ impl CaptureArena {
     /// [`Self::poll`], at the latest at its deadline.
     ///
     /// Fails at once with [`ErrorKind::AlreadyExists`] for a key that is published or being filled
-    /// (unless `replace`), [`ErrorKind::InvalidInput`] for a key that occurs twice, and
+    /// (unless `replace`), [`ErrorKind::Busy`] for a key of which clients still hold 64 older
+    /// lives, [`ErrorKind::InvalidInput`] for a key that occurs twice, and
     /// [`ErrorKind::CapacityExceeded`] for a batch larger than the arena.
     pub fn reserve(
         &mut self,
@@ -102,6 +103,7 @@ impl CaptureArena {
         if bytes > self.space.report().capacity {
             return Err(self.no_room(bytes, None, now));
         }
+        self.check_older(&plan)?;
         self.check_absent(&plan)?;
         let mut new = Waiting { ticket, deadline, plan, bytes, since: now, tried: None };
         if self.waiting.is_empty() {
@@ -251,6 +253,7 @@ impl CaptureArena {
             return Err(Refused::NoRoom);
         }
         if waiting.tried.is_some() {
+            self.check_older(&waiting.plan).map_err(Refused::Error)?;
             self.check_absent(&waiting.plan).map_err(Refused::Error)?;
         }
         let mut ranges = self.place(&waiting.plan, waiting.bytes);

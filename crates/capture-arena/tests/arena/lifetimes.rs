@@ -479,3 +479,30 @@ fn a_flood_of_keys_does_not_keep_reservations_waiting() {
     let done = done.load(Ordering::Relaxed);
     assert!(done < 150, "{done} of 200 lists came before the deadline was looked at");
 }
+
+#[test]
+fn a_key_gets_no_new_life_while_clients_hold_too_many_older_ones() {
+    let arena = arena(1 << 20);
+    let (me, x0) = (client("hoarder"), key("a", 0));
+    let replace = soon(1000).replace(true);
+    let mut first = None;
+    for _ in 0..65 {
+        let sample = publish(&arena, plan("a", &[8]), 1);
+        first.get_or_insert(sample.objects[0].seq);
+        assert!(hold(&arena, &me, one(&x0, None)).gone.is_empty());
+    }
+    let refused = |options| arena.reserve_blocking(vec![plan("a", &[8])], options).unwrap_err();
+    let error = refused(replace);
+    assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::Busy, true), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("64 older") && text.contains("hoarder"), "{text}");
+    // Freeing the key first is no way around it.
+    free(&arena, None, one(&x0, None));
+    assert_eq!(refused(soon(1000)).kind(), ErrorKind::Busy);
+    publish(&arena, plan("b", &[8]), 2);
+
+    free(&arena, Some(&me), one(&x0, first));
+    assert_eq!(refused(replace).kind(), ErrorKind::Busy, "64 are left");
+    free(&arena, Some(&me), one(&x0, None));
+    publish(&arena, plan("a", &[8]), 3);
+}
