@@ -506,3 +506,27 @@ fn a_key_gets_no_new_life_while_clients_hold_too_many_older_ones() {
     free(&arena, Some(&me), one(&x0, None));
     publish(&arena, plan("a", &[8]), 3);
 }
+
+#[test]
+fn objects_without_bytes_are_bounded_too() {
+    let arena = arena(4096);
+    let error = arena.reserve_blocking(vec![plan("a", &[0; 4097])], soon(1000)).unwrap_err();
+    assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::CapacityExceeded, false));
+    assert!(error.to_string().contains("4097 more objects"), "{error}");
+    let half = publish(&arena, plan("a", &[0; 2048]), 1);
+    assert_eq!(half.objects.len(), 2048);
+    publish(&arena, plan("b", &[0; 2048]), 1);
+    for plan in [plan("c", &[0]), plan("d", &[8])] {
+        let error = arena.reserve_blocking(vec![plan], soon(30)).unwrap_err();
+        assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::CapacityExceeded, true));
+        assert!(error.to_string().contains("1 more objects"), "{error}");
+    }
+    // They wait for room as others do.
+    let waiting = thread::spawn({
+        let arena = arena.clone();
+        move || publish(&arena, plan("c", &[0, 8]), 2)
+    });
+    until(&arena, |h| h.waiting_batches == 1);
+    free(&arena, None, keys(&[key("a", 0), key("a", 1)]));
+    waiting.join().unwrap();
+}
