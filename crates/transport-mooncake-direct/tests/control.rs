@@ -317,6 +317,33 @@ fn a_thousand_idle_connections_are_cheap_and_one_more_is_refused() {
 }
 
 #[test]
+fn connections_that_say_nothing_do_not_shut_the_port_for_good() {
+    let mut config = ControlServerConfig::default();
+    config.limits.connections = 20;
+    config.first_line = Duration::from_millis(700);
+    let session = "127.0.0.1:1".parse().unwrap();
+    let server =
+        transport_mooncake_direct::ControlServer::start(arena(MIB), session, config).unwrap();
+    let mut spoken = raw(server.address());
+    say(&mut spoken, r#"["unknown"]"#);
+    let mut mute: Vec<_> = (0..19).map(|_| raw(server.address())).collect();
+    eventually("all are taken", || server.stats().connections == 20);
+    mute[0].write_all(b"[\"half a line").unwrap();
+    let begin = Instant::now();
+    assert!(ends(&mut raw(server.address())), "one too many");
+    for stream in &mut mute {
+        assert!(ends(stream));
+    }
+    assert!(begin.elapsed() >= Duration::from_millis(300), "{:?}", begin.elapsed());
+    drop(mute);
+    eventually("their places are free", || server.stats().connections == 1);
+    assert_eq!(server.stats().closed_for_cause, 19);
+    // Who has sent a line may be silent.
+    say(&mut spoken, r#"{"op":"ping","id":1}"#);
+    assert!(read_line(&mut spoken).contains("pong"));
+}
+
+#[test]
 fn sixty_thousand_frees_go_over_one_connection() {
     let sink = sink(32 * MIB);
     let client = client(&sink);

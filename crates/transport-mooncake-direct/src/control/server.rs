@@ -364,6 +364,7 @@ impl Poller {
             match decoder.next_line(&mut input) {
                 Ok(Some(line)) => {
                     Counters::add(&self.shared.counters.lines, 1);
+                    peer.mute_since = None;
                     self.obey(token, peer, line);
                 }
                 Ok(None) => break,
@@ -439,16 +440,26 @@ impl Poller {
         let due: Vec<u64> = self
             .peers
             .iter()
-            .filter(|(_, (peer, _))| peer.is_over(now) || is_silent(peer, now))
+            .filter(|(_, (peer, _))| {
+                peer.is_over(now) || is_silent(peer, now) || self.is_mute(peer, now)
+            })
             .map(|(&token, _)| token)
             .collect();
         for token in due {
             let Some((mut peer, decoder)) = self.peers.remove(&token) else { continue };
             if peer.is_open() && is_silent(&peer, now) {
                 self.close_for(&mut peer, Code::LeaseExpired, &"silent for twice the lease");
+            } else if self.is_mute(&peer, now) {
+                self.close_for(&mut peer, Code::NeedHello, &"no line came in time");
             }
             self.settle(token, peer, decoder, false);
         }
+    }
+
+    /// Whether it has sent no complete line for longer than it may.
+    fn is_mute(&self, peer: &Peer, now: Instant) -> bool {
+        let since = peer.mute_since.filter(|_| peer.is_open());
+        since.is_some_and(|since| now.saturating_duration_since(since) >= self.config.first_line)
     }
 
     fn say_goodbye(mut self) {
