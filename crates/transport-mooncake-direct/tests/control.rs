@@ -109,6 +109,24 @@ fn object_lines_are_answered_and_half_close_waits_for_the_answers() {
 }
 
 #[test]
+fn a_bad_object_line_is_answered_even_if_it_is_the_first() {
+    let sink = sink(MIB);
+    for line in [r#"{"op":"hold","id":7,"epoch":"x"}"#, r#" {"op":"#] {
+        let mut stream = raw(sink.control());
+        say(&mut stream, line);
+        let reply = read_line(&mut stream);
+        assert!(reply.contains("\"error\"") && reply.contains("bad_line"), "{reply}");
+        assert_eq!(reply.contains("\"id\":7"), line.contains("7"), "{reply}");
+    }
+    // Who sends lists reads no answers.
+    let mut stream = raw(sink.control());
+    say(&mut stream, "[\"a\"");
+    stream.shutdown(Shutdown::Write).unwrap();
+    assert!(ends(&mut stream));
+    assert_eq!(sink.control_stats().bad_lines, 3);
+}
+
+#[test]
 fn a_lost_client_keeps_its_lease_and_a_silent_one_twice_that() {
     let sink = sink(MIB);
     let holder = ClientId::new("lost").unwrap();
