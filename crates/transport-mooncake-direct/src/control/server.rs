@@ -29,13 +29,13 @@ use super::{
     peer::{Client, Input, Peer, Watched},
 };
 use crate::{
-    net::{Waker, listen},
+    net::{Seldom, Waker, listen},
     tcp::advertised,
 };
 
 /// Bytes taken from one connection before the others have their turn.
 const READ_BYTES: usize = 64 << 10;
-/// How often leases and closing connections are looked at.
+/// How often leases, closing connections and a listener that could not accept are looked at.
 const SWEEP: Duration = Duration::from_millis(250);
 /// Bytes of requests that may wait in the arena before nothing more is read from anybody: enough
 /// for a few full lines of many clients at once, and no more memory than the connections' own.
@@ -175,6 +175,8 @@ struct Poller {
     budget: Budget,
     peers: HashMap<u64, (Peer, LineDecoder)>,
     next_token: u64,
+    accepts: bool, // not for a while after it could not
+    accept_log: Seldom,
     clients: HashMap<ClientId, usize>, // connections of each
     outbox: Outbox,
     answers: Receiver<(u64, Response)>,
@@ -216,6 +218,8 @@ impl Poller {
             peers: HashMap::new(),
             clients: HashMap::new(),
             next_token: 0,
+            accepts: true,
+            accept_log: Seldom::default(),
             measured: None,
             arena,
             config,
@@ -237,7 +241,7 @@ impl Poller {
             events.clear();
             let wait = next_sweep.saturating_duration_since(Instant::now());
             // Without connections there is nothing to look after.
-            let timeout = (!self.peers.is_empty())
+            let timeout = (!self.peers.is_empty() || !self.accepts)
                 .then_some(Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as i64 });
             match epoll::wait(
                 &self.epoll,
@@ -301,11 +305,24 @@ impl Poller {
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == std::io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a control connection");
-                    std::thread::sleep(Duration::from_millis(20)); // out of descriptors
-                    return;
+                    if self.accept_log.is_due(Instant::now()) {
+                        tracing::warn!(%error, "cannot accept a control connection");
+                    }
+                    // Most likely there are no descriptors left, and others must end first. Those
+                    // who are connected are served meanwhile; the next sweep tries again.
+                    return self.set_accepts(false);
                 }
             }
+        }
+    }
+
+    /// Waits for new connections, or leaves them in the system's queue for now.
+    fn set_accepts(&mut self, accepts: bool) {
+        let watched = flags(Watched { read: accepts, write: false });
+        let data = epoll::EventData::new_u64(LISTENER);
+        match epoll::modify(&self.epoll, &self.listener, data, watched) {
+            Ok(()) => self.accepts = accepts,
+            Err(error) => tracing::error!(%error, "cannot change what the listener waits for"),
         }
     }
 
@@ -437,6 +454,9 @@ impl Poller {
 
     /// Ends silent clients and connections that have been closing for long enough.
     fn sweep(&mut self, now: Instant) {
+        if !self.accepts {
+            self.set_accepts(true);
+        }
         let due: Vec<u64> = self
             .peers
             .iter()
