@@ -461,7 +461,7 @@ fn a_flood_of_keys_does_not_keep_reservations_waiting() {
     let _full = publish(&arena, plan("a", &[4096]), 1);
     let waiting = thread::spawn({
         let arena = arena.clone();
-        move || arena.reserve_blocking(vec![plan("b", &[512])], soon(50)).unwrap_err()
+        move || arena.reserve_blocking(vec![plan("b", &[512])], soon(300)).unwrap_err()
     });
     until(&arena, |h| h.waiting_batches == 1);
     let done = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
@@ -469,7 +469,7 @@ fn a_flood_of_keys_does_not_keep_reservations_waiting() {
     for _ in 0..200 {
         let done = done.clone();
         let slow = move |_| {
-            thread::sleep(Duration::from_millis(2)); // as if the keys were known
+            thread::sleep(Duration::from_millis(5)); // as if the keys were known
             done.fetch_add(1, Ordering::Relaxed);
         };
         let objects = unknown.clone();
