@@ -4,7 +4,10 @@ use std::{
     collections::HashMap,
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -24,8 +27,11 @@ use crate::{
     reservation::{FillGuard, Reservation, SamplePlan, plan},
 };
 
-/// Commands handled between two looks at leases and waiting batches.
+/// Work done between two looks at leases and waiting batches, as [`Command::weight`] counts it:
+/// some milliseconds at most, whatever clients send.
 const BURST: usize = 4096;
+/// Bytes that a request takes besides its keys: itself, and its boxed reply.
+const REQUEST_BYTES: usize = size_of::<Command>() + 128;
 /// Longest wait for room that a reservation may ask for.
 const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
@@ -141,6 +147,7 @@ struct Inner {
     capacity: u64,
     deadline: Duration,
     commands: Sender<Command>,
+    backlog: Arc<AtomicUsize>,
     owner: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -148,15 +155,40 @@ pub(crate) enum Command {
     Reserve { plan: BatchPlan, deadline: Instant, reply: oneshot::Sender<Result<Granted>> },
     Publish { batch: u32, reply: oneshot::Sender<Result<Vec<Sequence>>> },
     Abort(u32),
-    Free(FreeRequest),
-    Hold(HoldRequest),
-    Unhold(ClientId, ObjectList),
-    Seen(ClientId, Duration),
+    Free(FreeRequest, Queued),
+    Hold(HoldRequest, Queued),
+    Unhold(ClientId, ObjectList, Queued),
+    Seen(ClientId, Duration, Queued),
     Lost(ClientId),
     Bye(ClientId),
     Reclaim(u32),
     Health(oneshot::Sender<ArenaHealth>),
     Close,
+}
+
+/// Counts the bytes of a request for as long as it waits for the owner, however it ends.
+pub(crate) struct Queued {
+    backlog: Arc<AtomicUsize>,
+    bytes: usize,
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        self.backlog.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+impl Command {
+    /// What handling it costs, against one plain command.
+    fn weight(&self) -> usize {
+        let keys = match self {
+            Self::Free(FreeRequest { objects, .. }, _)
+            | Self::Hold(HoldRequest { objects, .. }, _)
+            | Self::Unhold(_, objects, _) => objects.len(),
+            _ => 0,
+        };
+        1 + keys / 8 // a key costs a look-up, a command a wake-up and often an answer
+    }
 }
 
 /// A grant that gives itself up when it is dropped unused.
@@ -203,6 +235,7 @@ impl Arena {
             capacity,
             deadline: config.deadline,
             commands,
+            backlog: Arc::default(),
             owner: Mutex::new(Some(thread)),
         })))
     }
@@ -239,6 +272,7 @@ impl Arena {
     ///
     /// # Errors
     /// [`ErrorKind::AlreadyExists`] for a key that is published or being filled, unless `replace`;
+    /// [`ErrorKind::Busy`] for a key of which clients still hold 64 older lives;
     /// [`ErrorKind::InvalidInput`] for a key that occurs twice or a sample without tensors;
     /// [`ErrorKind::CapacityExceeded`] when the deadline passes, and at once for a batch larger
     /// than the arena; [`ErrorKind::Closed`].
@@ -267,7 +301,8 @@ impl Arena {
     /// A client has announced itself or sent anything: it is connected, its holds live on, and
     /// their lease is `lease` from now on. Twice that without a sign, and they end.
     pub fn client_seen(&self, client: &ClientId, lease: Duration) {
-        self.tell(Command::Seen(client.clone(), lease));
+        let queued = self.queued(None);
+        self.tell(Command::Seen(client.clone(), lease, queued));
     }
 
     /// A client's last connection is gone: its holds live for one more lease.
@@ -283,18 +318,29 @@ impl Arena {
     /// Lets go of objects; see [`CaptureArena::free`]. Never blocks. After [`Self::close`] the
     /// reply is dropped without a call.
     pub fn free(&self, request: FreeRequest) {
-        self.tell(Command::Free(request));
+        let queued = self.queued(Some(&request.objects));
+        self.tell(Command::Free(request, queued));
     }
 
     /// Claims objects; see [`CaptureArena::hold`]. Never blocks. After [`Self::close`] the reply
     /// is dropped without a call.
     pub fn hold(&self, request: HoldRequest) {
-        self.tell(Command::Hold(request));
+        let queued = self.queued(Some(&request.objects));
+        self.tell(Command::Hold(request, queued));
     }
 
     /// Gives claims back without freeing anything; see [`CaptureArena::unhold`]. Never blocks.
     pub fn unhold(&self, client: &ClientId, objects: ObjectList) {
-        self.tell(Command::Unhold(client.clone(), objects));
+        let queued = self.queued(Some(&objects));
+        self.tell(Command::Unhold(client.clone(), objects, queued));
+    }
+
+    /// Bytes of what clients have asked for and the owner thread has not done yet.
+    ///
+    /// Requests never block and are never refused, so whoever passes on what others send stops
+    /// taking more from them while this is high.
+    pub fn backlog_bytes(&self) -> usize {
+        self.0.backlog.load(Ordering::Relaxed)
     }
 
     /// Measures the arena, after everything that was sent before.
@@ -313,6 +359,12 @@ impl Arena {
     /// with [`ErrorKind::Closed`]. Idempotent. The memory goes with its last reader and writer.
     pub fn close(&self) {
         self.0.close();
+    }
+
+    fn queued(&self, objects: Option<&ObjectList>) -> Queued {
+        let bytes = REQUEST_BYTES + objects.map_or(0, ObjectList::bytes);
+        self.0.backlog.fetch_add(bytes, Ordering::Relaxed);
+        Queued { backlog: self.0.backlog.clone(), bytes }
     }
 
     fn send(&self, operation: &'static str, command: Command) -> Result<()> {
@@ -382,14 +434,14 @@ impl Owner {
                 Some(at) => self.inbox.recv_deadline(at),
                 None => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
-            match first {
-                Ok(command) => open &= self.handle(command),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => open = false,
-            }
-            // Everything that has arrived counts before anybody is refused.
-            for command in self.inbox.clone().try_iter().take(BURST) {
+            open &= !matches!(first, Err(RecvTimeoutError::Disconnected));
+            // What has arrived counts before anybody is refused, but for a flood.
+            let mut next = first.or_else(|_| self.inbox.try_recv()).ok();
+            let mut done = 0;
+            while let Some(command) = next {
+                done += command.weight();
                 open &= self.handle(command);
+                next = if done < BURST { self.inbox.try_recv().ok() } else { None };
             }
             self.answer_waiting();
         }
@@ -449,16 +501,16 @@ impl Owner {
                 }
             }
             Command::Abort(batch) => self.books.abort(batch),
-            Command::Free(FreeRequest { client, objects, reply }) => {
+            Command::Free(FreeRequest { client, objects, reply }, _queued) => {
                 let outcome = self.books.free(client.as_ref(), &objects);
                 call(reply, outcome);
             }
-            Command::Hold(HoldRequest { client, objects, reply }) => {
+            Command::Hold(HoldRequest { client, objects, reply }, _queued) => {
                 let outcome = self.books.hold(&client, &objects, now);
                 call(reply, outcome);
             }
-            Command::Unhold(client, objects) => self.books.unhold(&client, &objects),
-            Command::Seen(client, lease) => self.books.client_seen(&client, lease, now),
+            Command::Unhold(client, objects, _queued) => self.books.unhold(&client, &objects),
+            Command::Seen(client, lease, _queued) => self.books.client_seen(&client, lease, now),
             Command::Lost(client) => self.books.client_lost(&client, now),
             Command::Bye(client) => self.books.client_bye(&client),
             Command::Reclaim(object) => self.books.reclaim(object),

@@ -111,6 +111,7 @@ impl SinkConfig {
             anonymous: self.anonymous_frees,
             limits: self.limits,
             max_lease: self.max_lease,
+            ..ControlServerConfig::default()
         }
     }
 }

@@ -109,6 +109,24 @@ fn object_lines_are_answered_and_half_close_waits_for_the_answers() {
 }
 
 #[test]
+fn a_bad_object_line_is_answered_even_if_it_is_the_first() {
+    let sink = sink(MIB);
+    for line in [r#"{"op":"hold","id":7,"epoch":"x"}"#, r#" {"op":"#] {
+        let mut stream = raw(sink.control());
+        say(&mut stream, line);
+        let reply = read_line(&mut stream);
+        assert!(reply.contains("\"error\"") && reply.contains("bad_line"), "{reply}");
+        assert_eq!(reply.contains("\"id\":7"), line.contains("7"), "{reply}");
+    }
+    // Who sends lists reads no answers.
+    let mut stream = raw(sink.control());
+    say(&mut stream, "[\"a\"");
+    stream.shutdown(Shutdown::Write).unwrap();
+    assert!(ends(&mut stream));
+    assert_eq!(sink.control_stats().bad_lines, 3);
+}
+
+#[test]
 fn a_lost_client_keeps_its_lease_and_a_silent_one_twice_that() {
     let sink = sink(MIB);
     let holder = ClientId::new("lost").unwrap();
@@ -254,6 +272,43 @@ fn two_hundred_clients_without_a_newline_do_not_delay_the_others() {
 }
 
 #[test]
+fn nothing_more_is_read_while_the_arena_is_behind() {
+    const BOUND: usize = 16 << 20;
+    let sink = sink(MIB);
+    publish(&sink, "a", 1, &[10]);
+    // The owner is kept busy by an answer until the test lets it go on.
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let busy = move |_| assert!(wait.recv_timeout(Duration::from_secs(20)).is_ok());
+    let objects = capture_arena::ObjectList::new();
+    let reply: Option<Box<dyn FnOnce(_) + Send>> = Some(Box::new(busy));
+    sink.arena().free(capture_arena::FreeRequest { client: None, objects, reply });
+    let line = format!("[{}\"u\"]\n", "\"u\",".repeat(60_000));
+    let lines: u64 = 64; // more than 60 MiB of keys and entries
+    let floods: Vec<_> = (0..2)
+        .map(|_| {
+            let (mut stream, line) = (raw(sink.control()), line.clone());
+            stream.set_write_timeout(Some(Duration::from_secs(30))).unwrap();
+            std::thread::spawn(move || {
+                (0..lines / 2).for_each(|_| stream.write_all(line.as_bytes()).unwrap());
+                stream
+            })
+        })
+        .collect();
+    eventually("the bound is reached", || sink.arena().backlog_bytes() > BOUND);
+    for _ in 0..40 {
+        std::thread::sleep(Duration::from_millis(5));
+        let backlog = sink.arena().backlog_bytes();
+        assert!(backlog < BOUND + (4 << 20), "{backlog} bytes wait");
+    }
+    go.send(()).unwrap();
+    let mut streams: Vec<_> = floods.into_iter().map(|f| f.join().unwrap()).collect();
+    say(&mut streams[0], r#"["test/a/g1/t0"]"#);
+    eventually("everything is applied", || resident(&sink) == 0);
+    eventually("and nothing lost", || sink.control_stats().freed_keys == lines * 60_001 + 1);
+    eventually("nothing waits", || sink.arena().backlog_bytes() == 0);
+}
+
+#[test]
 fn a_client_that_reads_no_answers_is_closed() {
     let sink = sink_with(MIB, |config| config.limits.connection_bytes = 64 << 10);
     let mut stream = raw(sink.control());
@@ -277,6 +332,33 @@ fn a_thousand_idle_connections_are_cheap_and_one_more_is_refused() {
     drop(idle);
     eventually("all are gone", || sink.control_stats().connections == 0);
     client(&sink).connect(soon()).unwrap();
+}
+
+#[test]
+fn connections_that_say_nothing_do_not_shut_the_port_for_good() {
+    let mut config = ControlServerConfig::default();
+    config.limits.connections = 20;
+    config.first_line = Duration::from_millis(700);
+    let session = "127.0.0.1:1".parse().unwrap();
+    let server =
+        transport_mooncake_direct::ControlServer::start(arena(MIB), session, config).unwrap();
+    let mut spoken = raw(server.address());
+    say(&mut spoken, r#"["unknown"]"#);
+    let mut mute: Vec<_> = (0..19).map(|_| raw(server.address())).collect();
+    eventually("all are taken", || server.stats().connections == 20);
+    mute[0].write_all(b"[\"half a line").unwrap();
+    let begin = Instant::now();
+    assert!(ends(&mut raw(server.address())), "one too many");
+    for stream in &mut mute {
+        assert!(ends(stream));
+    }
+    assert!(begin.elapsed() >= Duration::from_millis(300), "{:?}", begin.elapsed());
+    drop(mute);
+    eventually("their places are free", || server.stats().connections == 1);
+    assert_eq!(server.stats().closed_for_cause, 19);
+    // Who has sent a line may be silent.
+    say(&mut spoken, r#"{"op":"ping","id":1}"#);
+    assert!(read_line(&mut spoken).contains("pong"));
 }
 
 #[test]

@@ -66,6 +66,7 @@ pub(super) struct Waiting {
     pub(super) deadline: Instant,
     plan: BatchPlan,
     bytes: u64, // rounded up to units
+    objects: usize,
     since: Instant,
     tried: Option<u64>, // changes at the last attempt
 }
@@ -80,8 +81,10 @@ impl CaptureArena {
     /// [`Self::poll`], at the latest at its deadline.
     ///
     /// Fails at once with [`ErrorKind::AlreadyExists`] for a key that is published or being filled
-    /// (unless `replace`), [`ErrorKind::InvalidInput`] for a key that occurs twice, and
-    /// [`ErrorKind::CapacityExceeded`] for a batch larger than the arena.
+    /// (unless `replace`), [`ErrorKind::Busy`] for a key of which clients still hold 64 older
+    /// lives, [`ErrorKind::InvalidInput`] for a key that occurs twice, and
+    /// [`ErrorKind::CapacityExceeded`] for a batch larger than the arena, or of more objects than
+    /// it takes: as many as it has units, and 4096 at least.
     pub fn reserve(
         &mut self,
         plan: BatchPlan,
@@ -99,11 +102,14 @@ impl CaptureArena {
         }
         check_distinct(objects)?;
         let bytes = objects().fold(0u64, |sum, o| sum.saturating_add(footprint(o.bytes)));
-        if bytes > self.space.report().capacity {
-            return Err(self.no_room(bytes, None, now));
+        let count = objects().count();
+        if bytes > self.space.report().capacity || count > self.max_objects() {
+            return Err(self.no_room(bytes, count, None, now));
         }
+        self.check_older(&plan)?;
         self.check_absent(&plan)?;
-        let mut new = Waiting { ticket, deadline, plan, bytes, since: now, tried: None };
+        let mut new =
+            Waiting { ticket, deadline, plan, bytes, objects: count, since: now, tried: None };
         if self.waiting.is_empty() {
             match self.attempt(&mut new, now) {
                 Ok(grant) => return Ok(Some(grant)),
@@ -242,7 +248,10 @@ impl CaptureArena {
             let overdue = self.waiting.iter().position(|w| w.deadline <= now);
             let Some(late) = overdue.and_then(|i| self.waiting.remove(i)) else { return answers };
             let waited = now.saturating_duration_since(late.since);
-            answers.push((late.ticket, Err(self.no_room(late.bytes, Some(waited), now))));
+            answers.push((
+                late.ticket,
+                Err(self.no_room(late.bytes, late.objects, Some(waited), now)),
+            ));
         }
     }
 
@@ -251,6 +260,7 @@ impl CaptureArena {
             return Err(Refused::NoRoom);
         }
         if waiting.tried.is_some() {
+            self.check_older(&waiting.plan).map_err(Refused::Error)?;
             self.check_absent(&waiting.plan).map_err(Refused::Error)?;
         }
         let mut ranges = self.place(&waiting.plan, waiting.bytes);
@@ -269,11 +279,11 @@ impl CaptureArena {
     /// Tries the batch's own order first, which readers may expect of its addresses, and then the
     /// longest first, which fits more often.
     fn place(&mut self, plan: &BatchPlan, bytes: u64) -> Option<Vec<Option<ArenaRange>>> {
-        if self.space.free_bytes() < bytes {
-            return None;
-        }
         let lens = || plan.samples.iter().flat_map(|s| &s.objects).map(|o| o.bytes);
         let count = lens().count();
+        if self.space.free_bytes() < bytes || self.objects.len() + count > self.max_objects() {
+            return None;
+        }
         self.place_in_order(count, lens().enumerate()).or_else(|| {
             let mut longest_first: Vec<(usize, u64)> = lens().enumerate().collect();
             longest_first.sort_by_key(|&(_, len)| std::cmp::Reverse(len));

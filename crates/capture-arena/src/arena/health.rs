@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 use transport_core::{Error, ErrorKind, ErrorStatus, Health};
 
 use super::{CaptureArena, State};
-use crate::suballoc::SubAllocator;
+use crate::suballoc::{SubAllocator, UNIT};
 
 /// Holders named in a diagnosis.
 const OLDEST: usize = 3;
+/// Objects that even the smallest arena takes.
+const MIN_OBJECTS: usize = 4096;
 
 #[derive(Debug, Default)]
 pub(super) struct Counts {
@@ -112,18 +114,34 @@ impl CaptureArena {
         }
     }
 
-    /// Says that `requested` bytes do not fit, what is free, and who is in the way.
-    pub(super) fn no_room(&self, requested: u64, waited: Option<Duration>, now: Instant) -> Error {
+    /// Objects that may live at once. Those with bytes are bounded by their ranges; without this
+    /// bound those without would not be bounded at all.
+    pub(super) fn max_objects(&self) -> usize {
+        MIN_OBJECTS.max(usize::try_from(self.space.report().capacity / UNIT).unwrap_or(usize::MAX))
+    }
+
+    /// Says that `requested` bytes in so many objects do not fit, what is free, and who is in the
+    /// way.
+    pub(super) fn no_room(
+        &self,
+        requested: u64,
+        objects: usize,
+        waited: Option<Duration>,
+        now: Instant,
+    ) -> Error {
         let space = self.space.report();
-        let mut error = Error::new(
-            ErrorKind::CapacityExceeded,
-            "reserve",
-            format!("no room in the arena for {requested} bytes"),
-        )
-        .with("requested_bytes", requested)
-        .with("free_bytes", space.free)
-        .with("largest_range", space.largest)
-        .with("arena_bytes", space.capacity);
+        let what = if self.objects.len() + objects > self.max_objects() {
+            format!("no room in the arena for {objects} more objects")
+        } else {
+            format!("no room in the arena for {requested} bytes")
+        };
+        let mut error = Error::new(ErrorKind::CapacityExceeded, "reserve", what)
+            .with("objects", self.objects.len())
+            .with("max_objects", self.max_objects())
+            .with("requested_bytes", requested)
+            .with("free_bytes", space.free)
+            .with("largest_range", space.largest)
+            .with("arena_bytes", space.capacity);
         error = match waited {
             Some(waited) => error.with("waited_ms", waited.as_millis()),
             None => error.status(ErrorStatus::Permanent), // it would not fit an empty arena either

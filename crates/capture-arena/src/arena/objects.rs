@@ -2,9 +2,18 @@
 
 use std::time::Instant;
 
-use transport_core::{ClientId, Sequence};
+use transport_core::{ClientId, Error, ErrorKind, Result, Sequence};
 
-use super::{CaptureArena, Id, State};
+use super::{BatchPlan, CaptureArena, Id, State};
+
+/// Older lives of one key that clients may hold before it gets no new one. A free looks through
+/// them; and who holds so many has stopped releasing.
+const MAX_OLDER: usize = 64;
+/// Entries of an object's holders at which those who have let go are forgotten: they are only
+/// kept to tell a repeated free, and every claim looks through them.
+const MAX_HOLDERS: usize = 32;
+/// Holders named in an error.
+const NAMED: usize = 3;
 
 /// Keys, each with the life that is meant if the sender knows it. One allocation for all texts.
 #[derive(Clone, Debug, Default)]
@@ -99,6 +108,36 @@ impl CaptureArena {
                 self.end_hold(id, client);
             }
         }
+    }
+
+    /// Refuses keys with too many older lives that are still held.
+    pub(super) fn check_older(&self, plan: &BatchPlan) -> Result<()> {
+        if self.draining.is_empty() {
+            return Ok(());
+        }
+        let keys = plan.samples.iter().flat_map(|s| &s.objects).map(|o| &o.key);
+        for key in keys {
+            let Some(lives) = self.draining.get(key).filter(|l| l.len() >= MAX_OLDER) else {
+                continue;
+            };
+            let mut names: Vec<&str> = Vec::with_capacity(NAMED);
+            let holders =
+                lives.iter().flat_map(|&id| self.objects[id as usize].holders.active_clients());
+            for name in holders.filter_map(|c| self.clients.name(c)).map(ClientId::as_str) {
+                if names.len() < NAMED && !names.contains(&name) {
+                    names.push(name);
+                }
+            }
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "reserve",
+                format!("{} older lives of the key are still held", lives.len()),
+            )
+            .with("key", key)
+            .with("holders", names.join(" and "))
+            .remedy("let their holders release them"));
+        }
+        Ok(())
     }
 
     pub(super) fn add_hold(&mut self, id: u32, client: u32) {
@@ -201,6 +240,11 @@ impl ObjectList {
         self.entries.is_empty()
     }
 
+    /// Bytes of memory that its keys and lives take.
+    pub(crate) fn bytes(&self) -> usize {
+        self.text.len() + self.entries.len() * size_of::<(u32, Option<Sequence>)>()
+    }
+
     /// Keys and lives, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, Option<Sequence>)> {
         let mut start = 0;
@@ -291,7 +335,12 @@ impl Holders {
         match self {
             Self::None => *self = Self::One(new),
             Self::One(old) => *self = Self::Many(Box::new(vec![*old, new])),
-            Self::Many(holders) => holders.push(new),
+            Self::Many(holders) => {
+                if holders.len() >= MAX_HOLDERS {
+                    holders.retain(|h| h.active);
+                }
+                holders.push(new);
+            }
         }
         true
     }
@@ -312,5 +361,26 @@ impl Holders {
     pub(super) fn release(&mut self, client: u32) -> bool {
         let holder = self.all_mut().iter_mut().find(|h| h.client == client);
         holder.is_some_and(|h| std::mem::replace(&mut h.active, false))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn those_who_have_let_go_are_forgotten_when_they_are_many() {
+        let mut holders = Holders::None;
+        holders.claim(0); // and keeps it
+        for client in 1..10_000 {
+            assert!(holders.claim(client) && holders.release(client));
+            assert!(holders.all().len() <= MAX_HOLDERS);
+        }
+        assert_eq!((holders.active(), holders.get(0)), (1, Some(true)));
+        assert_eq!((holders.get(9_999), holders.get(1)), (Some(false), None));
+        for client in 10_000..10_100 {
+            assert!(holders.claim(client), "those who hold it are never forgotten");
+        }
+        assert_eq!(holders.active(), 101);
     }
 }

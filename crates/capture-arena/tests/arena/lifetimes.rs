@@ -433,3 +433,100 @@ fn readers_never_see_the_next_owner() {
     assert_eq!(health.published_samples, 3 * u64::from(ROUNDS));
     assert_eq!(health.published_samples, health.released_samples);
 }
+
+#[test]
+fn what_waits_for_the_owner_is_counted_until_it_is_done() {
+    let arena = arena(4096);
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let blocked = Box::new(move |_| assert!(wait.recv_timeout(Duration::from_secs(10)).is_ok()));
+    let objects = one("first", None);
+    arena.free(FreeRequest { client: None, objects, reply: Some(blocked) });
+    let before = arena.backlog_bytes();
+    let (key, me) = ("k".repeat(1000), client("me"));
+    arena.free(FreeRequest { client: None, objects: one(&key, None), reply: None });
+    arena.hold(HoldRequest { client: me.clone(), objects: one(&key, None), reply: None });
+    arena.unhold(&me, one(&key, None));
+    let queued = arena.backlog_bytes() - before;
+    assert!((3000..6000).contains(&queued), "{queued}");
+    go.send(()).unwrap();
+    until(&arena, |_| arena.backlog_bytes() == 0);
+    arena.close();
+    arena.free(FreeRequest { client: None, objects: one(&key, None), reply: None });
+    assert_eq!(arena.backlog_bytes(), 0, "nothing waits for a closed arena");
+}
+
+#[test]
+fn a_flood_of_keys_does_not_keep_reservations_waiting() {
+    let arena = arena(4096);
+    let _full = publish(&arena, plan("a", &[4096]), 1);
+    let waiting = thread::spawn({
+        let arena = arena.clone();
+        move || arena.reserve_blocking(vec![plan("b", &[512])], soon(300)).unwrap_err()
+    });
+    until(&arena, |h| h.waiting_batches == 1);
+    let done = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let unknown: ObjectList = (0..8192).map(|_| ("u", None)).collect();
+    for _ in 0..200 {
+        let done = done.clone();
+        let slow = move |_| {
+            thread::sleep(Duration::from_millis(5)); // as if the keys were known
+            done.fetch_add(1, Ordering::Relaxed);
+        };
+        let objects = unknown.clone();
+        arena.free(FreeRequest { client: None, objects, reply: Some(Box::new(slow)) });
+    }
+    assert_eq!(waiting.join().unwrap().kind(), ErrorKind::CapacityExceeded);
+    let done = done.load(Ordering::Relaxed);
+    assert!(done < 150, "{done} of 200 lists came before the deadline was looked at");
+}
+
+#[test]
+fn a_key_gets_no_new_life_while_clients_hold_too_many_older_ones() {
+    let arena = arena(1 << 20);
+    let (me, x0) = (client("hoarder"), key("a", 0));
+    let replace = soon(1000).replace(true);
+    let mut first = None;
+    for _ in 0..65 {
+        let sample = publish(&arena, plan("a", &[8]), 1);
+        first.get_or_insert(sample.objects[0].seq);
+        assert!(hold(&arena, &me, one(&x0, None)).gone.is_empty());
+    }
+    let refused = |options| arena.reserve_blocking(vec![plan("a", &[8])], options).unwrap_err();
+    let error = refused(replace);
+    assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::Busy, true), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("64 older") && text.contains("hoarder"), "{text}");
+    // Freeing the key first is no way around it.
+    free(&arena, None, one(&x0, None));
+    assert_eq!(refused(soon(1000)).kind(), ErrorKind::Busy);
+    publish(&arena, plan("b", &[8]), 2);
+
+    free(&arena, Some(&me), one(&x0, first));
+    assert_eq!(refused(replace).kind(), ErrorKind::Busy, "64 are left");
+    free(&arena, Some(&me), one(&x0, None));
+    publish(&arena, plan("a", &[8]), 3);
+}
+
+#[test]
+fn objects_without_bytes_are_bounded_too() {
+    let arena = arena(4096);
+    let error = arena.reserve_blocking(vec![plan("a", &[0; 4097])], soon(1000)).unwrap_err();
+    assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::CapacityExceeded, false));
+    assert!(error.to_string().contains("4097 more objects"), "{error}");
+    let half = publish(&arena, plan("a", &[0; 2048]), 1);
+    assert_eq!(half.objects.len(), 2048);
+    publish(&arena, plan("b", &[0; 2048]), 1);
+    for plan in [plan("c", &[0]), plan("d", &[8])] {
+        let error = arena.reserve_blocking(vec![plan], soon(30)).unwrap_err();
+        assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::CapacityExceeded, true));
+        assert!(error.to_string().contains("1 more objects"), "{error}");
+    }
+    // They wait for room as others do.
+    let waiting = thread::spawn({
+        let arena = arena.clone();
+        move || publish(&arena, plan("c", &[0, 8]), 2)
+    });
+    until(&arena, |h| h.waiting_batches == 1);
+    free(&arena, None, keys(&[key("a", 0), key("a", 1)]));
+    waiting.join().unwrap();
+}

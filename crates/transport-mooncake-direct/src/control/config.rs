@@ -6,6 +6,10 @@ use control_proto::{Secret, control::Limits};
 
 use crate::net::AllowList;
 
+/// Time for the first line: many times what a client takes to say hello, and short enough that
+/// silent connections, of which there may be no more than others, do not fill the port for good.
+const FIRST_LINE: Duration = Duration::from_secs(30);
+
 /// Whose lists of keys are taken without a `hello`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AnonymousFrees {
@@ -36,6 +40,9 @@ pub struct ControlServerConfig {
     pub limits: Limits,
     /// Longest lease granted. Default: 10 minutes.
     pub max_lease: Duration,
+    /// How long a connection may stay without one complete line; then it is closed. Default: 30
+    /// seconds.
+    pub first_line: Duration,
 }
 
 impl Default for ControlServerConfig {
@@ -48,6 +55,7 @@ impl Default for ControlServerConfig {
             anonymous: AnonymousFrees::default(),
             limits: Limits::default(),
             max_lease: Duration::from_secs(600),
+            first_line: FIRST_LINE,
         }
     }
 }

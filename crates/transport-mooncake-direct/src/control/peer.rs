@@ -29,6 +29,8 @@ pub(super) struct Peer {
     /// Has sent an object line, so it reads answers.
     pub(super) extended: bool,
     pub(super) client: Option<Client>,
+    /// When it was accepted, until its first complete line.
+    pub(super) mute_since: Option<Instant>,
     pub(super) inflight: usize,
     pub(super) watched: Watched,
     state: State,
@@ -84,6 +86,7 @@ impl Peer {
             address,
             extended: false,
             client: None,
+            mute_since: Some(Instant::now()),
             inflight: 0,
             watched: Watched::default(),
             state: State::Open,
@@ -149,6 +152,16 @@ impl Peer {
             let _ = self.stream.shutdown(Shutdown::Write); // gone already otherwise
         }
         true
+    }
+
+    /// Nothing was read from it for so long, so its silence does not count.
+    pub(super) fn excuse(&mut self, unread: Duration) {
+        if let Some(client) = &mut self.client {
+            client.seen += unread;
+        }
+        if let Some(since) = &mut self.mute_since {
+            *since += unread;
+        }
     }
 
     /// The peer sends no more.

@@ -29,14 +29,19 @@ use super::{
     peer::{Client, Input, Peer, Watched},
 };
 use crate::{
-    net::{Waker, listen},
+    net::{Seldom, Waker, listen},
     tcp::advertised,
 };
 
 /// Bytes taken from one connection before the others have their turn.
 const READ_BYTES: usize = 64 << 10;
-/// How often leases and closing connections are looked at.
+/// How often leases, closing connections and a listener that could not accept are looked at.
 const SWEEP: Duration = Duration::from_millis(250);
+/// Bytes of requests that may wait in the arena before nothing more is read from anybody: enough
+/// for a few full lines of many clients at once, and no more memory than the connections' own.
+const MAX_BACKLOG: usize = 16 << 20;
+/// How often the arena's progress is looked at while nothing is read.
+const CATCH_UP: Duration = Duration::from_millis(2);
 /// Tokens of the listener and the waker; connections count from 0.
 const LISTENER: u64 = u64::MAX;
 const WAKER: u64 = u64::MAX - 1;
@@ -170,6 +175,8 @@ struct Poller {
     budget: Budget,
     peers: HashMap<u64, (Peer, LineDecoder)>,
     next_token: u64,
+    accepts: bool, // not for a while after it could not
+    accept_log: Seldom,
     clients: HashMap<ClientId, usize>, // connections of each
     outbox: Outbox,
     answers: Receiver<(u64, Response)>,
@@ -211,6 +218,8 @@ impl Poller {
             peers: HashMap::new(),
             clients: HashMap::new(),
             next_token: 0,
+            accepts: true,
+            accept_log: Seldom::default(),
             measured: None,
             arena,
             config,
@@ -232,7 +241,7 @@ impl Poller {
             events.clear();
             let wait = next_sweep.saturating_duration_since(Instant::now());
             // Without connections there is nothing to look after.
-            let timeout = (!self.peers.is_empty())
+            let timeout = (!self.peers.is_empty() || !self.accepts)
                 .then_some(Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as i64 });
             match epoll::wait(
                 &self.epoll,
@@ -250,7 +259,10 @@ impl Poller {
                 match event.data.u64() {
                     LISTENER => self.accept_all(),
                     WAKER => self.shared.waker.reset(),
-                    token => self.serve(token, event.flags, &mut buffer),
+                    token => {
+                        self.let_arena_catch_up();
+                        self.serve(token, event.flags, &mut buffer);
+                    }
                 }
             }
             self.pass_answers_on();
@@ -261,6 +273,24 @@ impl Poller {
             }
         }
         self.say_goodbye();
+    }
+
+    /// Reads nothing while too much waits in the arena, which cannot refuse what it is told. Then
+    /// clients wait in their sockets, and memory stays bounded whatever they send.
+    fn let_arena_catch_up(&mut self) {
+        if self.arena.backlog_bytes() <= MAX_BACKLOG {
+            return;
+        }
+        let start = Instant::now();
+        let stopped = |shared: &Shared| shared.stop.load(Ordering::Relaxed);
+        // Down to half, so that each wait lets a good deal through afterwards.
+        while self.arena.backlog_bytes() > MAX_BACKLOG / 2 && !stopped(&self.shared) {
+            std::thread::sleep(CATCH_UP);
+            self.pass_answers_on();
+        }
+        let waited = start.elapsed();
+        tracing::debug!(?waited, "waited for the arena to catch up");
+        self.peers.values_mut().for_each(|(peer, _)| peer.excuse(waited));
     }
 
     fn accept_all(&mut self) {
@@ -275,11 +305,24 @@ impl Poller {
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == std::io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a control connection");
-                    std::thread::sleep(Duration::from_millis(20)); // out of descriptors
-                    return;
+                    if self.accept_log.is_due(Instant::now()) {
+                        tracing::warn!(%error, "cannot accept a control connection");
+                    }
+                    // Most likely there are no descriptors left, and others must end first. Those
+                    // who are connected are served meanwhile; the next sweep tries again.
+                    return self.set_accepts(false);
                 }
             }
+        }
+    }
+
+    /// Waits for new connections, or leaves them in the system's queue for now.
+    fn set_accepts(&mut self, accepts: bool) {
+        let watched = flags(Watched { read: accepts, write: false });
+        let data = epoll::EventData::new_u64(LISTENER);
+        match epoll::modify(&self.epoll, &self.listener, data, watched) {
+            Ok(()) => self.accepts = accepts,
+            Err(error) => tracing::error!(%error, "cannot change what the listener waits for"),
         }
     }
 
@@ -338,6 +381,7 @@ impl Poller {
             match decoder.next_line(&mut input) {
                 Ok(Some(line)) => {
                     Counters::add(&self.shared.counters.lines, 1);
+                    peer.mute_since = None;
                     self.obey(token, peer, line);
                 }
                 Ok(None) => break,
@@ -410,19 +454,32 @@ impl Poller {
 
     /// Ends silent clients and connections that have been closing for long enough.
     fn sweep(&mut self, now: Instant) {
+        if !self.accepts {
+            self.set_accepts(true);
+        }
         let due: Vec<u64> = self
             .peers
             .iter()
-            .filter(|(_, (peer, _))| peer.is_over(now) || is_silent(peer, now))
+            .filter(|(_, (peer, _))| {
+                peer.is_over(now) || is_silent(peer, now) || self.is_mute(peer, now)
+            })
             .map(|(&token, _)| token)
             .collect();
         for token in due {
             let Some((mut peer, decoder)) = self.peers.remove(&token) else { continue };
             if peer.is_open() && is_silent(&peer, now) {
                 self.close_for(&mut peer, Code::LeaseExpired, &"silent for twice the lease");
+            } else if self.is_mute(&peer, now) {
+                self.close_for(&mut peer, Code::NeedHello, &"no line came in time");
             }
             self.settle(token, peer, decoder, false);
         }
+    }
+
+    /// Whether it has sent no complete line for longer than it may.
+    fn is_mute(&self, peer: &Peer, now: Instant) -> bool {
+        let since = peer.mute_since.filter(|_| peer.is_open());
+        since.is_some_and(|since| now.saturating_duration_since(since) >= self.config.first_line)
     }
 
     fn say_goodbye(mut self) {

@@ -8,7 +8,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
@@ -18,7 +18,11 @@ use rustix::{
 };
 use transport_core::{Error, Result};
 
-use super::{AllowList, Conn, Waker};
+use super::{AllowList, Conn, Seldom, Waker};
+
+/// How long no connection is accepted after one could not be: most likely there are no descriptors
+/// left, and others must end first.
+const BACK_OFF: Duration = Duration::from_millis(100);
 
 /// How an [`Acceptor`] takes connections.
 #[derive(Clone, Debug)]
@@ -122,7 +126,7 @@ impl Drop for Acceptor {
 }
 
 fn accept_all(listener: &TcpListener, shared: &Arc<Shared>, handler: &Arc<impl Handler>) {
-    let mut next_id = 0;
+    let (mut next_id, mut log) = (0, Seldom::default());
     while !shared.stop.load(Ordering::Relaxed) {
         for thread in std::mem::take(&mut *shared.finished.lock()) {
             let _ = thread.join();
@@ -147,9 +151,10 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>, handler: &Arc<impl H
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => break,
                 Err(e) if e.kind() == std::io::ErrorKind::ConnectionAborted => {}
                 Err(e) => {
-                    // Out of descriptors, most likely: others must end first.
-                    tracing::warn!(listener = shared.config.name, error = %e, "cannot accept");
-                    std::thread::sleep(Duration::from_millis(50));
+                    if log.is_due(Instant::now()) {
+                        tracing::warn!(listener = shared.config.name, error = %e, "cannot accept");
+                    }
+                    std::thread::sleep(BACK_OFF);
                     break;
                 }
             }

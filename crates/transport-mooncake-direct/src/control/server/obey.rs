@@ -211,6 +211,8 @@ impl Poller {
         *counters.last_error.lock() = Some(bad.to_string());
         tracing::debug!(address = %peer.address, reason = bad.reason(), "bad control line");
         let limits = &self.config.limits;
+        // Meant as an object line, whatever is wrong with it: its sender waits for an answer.
+        peer.extended |= line.trim_ascii_start().starts_with(b"{");
         let id = peer.extended.then(|| Request::id_of(line, limits)).flatten();
         peer.complain(id, Code::BadLine, bad.to_string(), limits.connection_bytes);
     }
