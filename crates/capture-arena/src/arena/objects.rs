@@ -82,9 +82,8 @@ impl CaptureArena {
     pub fn unhold(&mut self, client: &ClientId, objects: &ObjectList) {
         let Some(client) = self.clients.index(client) else { return };
         for (key, seq) in objects.iter() {
-            let meant = |id: u32, books: &Self| {
-                seq.is_none_or(|s| s == books.objects[id as usize].seq)
-            };
+            let meant =
+                |id: u32, books: &Self| seq.is_none_or(|s| s == books.objects[id as usize].seq);
             let current = self.lives(key).and_then(|lives| lives.current).map(Id::index);
             if let Some(id) = current.filter(|&id| meant(id, self))
                 && self.objects[id as usize].holders.forget(client)

@@ -6,8 +6,10 @@
 
 mod client;
 mod link;
+mod obey;
 mod peer;
 mod pending;
+mod poller;
 mod server;
 mod ticket;
 mod worker;

@@ -44,9 +44,12 @@ struct Shared {
     waker: Waker,
     open: AtomicUsize,
     refused: AtomicU64,
-    connections: Mutex<HashMap<u64, (Arc<TcpStream>, Option<JoinHandle<()>>)>>,
+    connections: Mutex<HashMap<u64, Served>>,
     finished: Mutex<Vec<JoinHandle<()>>>,
 }
+
+/// A connection and, once it is known, the thread that serves it.
+type Served = (Arc<TcpStream>, Option<JoinHandle<()>>);
 
 /// Serves one connection until it ends or the flag is set.
 pub(crate) trait Handler: Fn(Conn, SocketAddr, &AtomicBool) + Send + Sync + 'static {}

@@ -1,0 +1,218 @@
+//! What the control listener does with one line.
+
+use std::time::Instant;
+
+use capture_arena::{FreeOutcome, FreeRequest, HoldOutcome, HoldRequest, ObjectList};
+use control_proto::control::{
+    BadLine, Code, Hello, Objects, Request, Response, ServerHello, VERSION,
+};
+use transport_core::{ClientId, Epoch};
+
+use super::{
+    peer::{Client, Peer},
+    poller::Poller,
+    server::Counters,
+};
+
+impl Poller {
+    /// Does what one line says.
+    pub(super) fn obey(&mut self, token: u64, peer: &mut Peer, line: &[u8]) {
+        let limits = self.config.limits;
+        match Request::parse(line, &limits) {
+            Ok(Request::Keys(list)) => {
+                if peer.client.is_none() && !self.anonymous {
+                    return self.refuse(peer, None, Code::BadToken, "a list of keys needs a hello");
+                }
+                let mut objects = ObjectList::new();
+                list.iter().for_each(|key| objects.push(key, None));
+                let client = peer.client.as_ref().map(|c| c.id.clone());
+                self.free(client, objects, None);
+            }
+            Ok(Request::Hello(hello)) => {
+                peer.extended = true;
+                self.greet(peer, hello);
+            }
+            Ok(Request::Bye) => {
+                if let Some(client) = &peer.client {
+                    self.arena.client_bye(&client.id);
+                }
+                peer.close_soon(Instant::now());
+            }
+            Ok(Request::Ping { id }) => {
+                peer.extended = true;
+                self.answer(peer, &Response::Pong { id });
+            }
+            Ok(Request::Health { id }) => {
+                peer.extended = true;
+                if peer.client.is_none() && self.config.token.is_some() {
+                    return self.refuse(peer, Some(id), Code::NeedHello, "say hello first");
+                }
+                self.report(peer, id);
+            }
+            Ok(Request::Hold { id, epoch, objects }) => {
+                if let Some(client) = self.entitled(peer, id, epoch) {
+                    self.hold(token, peer, id, client, &objects);
+                }
+            }
+            Ok(Request::Free { id, epoch, objects }) => {
+                if let Some(client) = self.entitled(peer, id, epoch) {
+                    let (outbox, objects) = (self.outbox.clone(), objects.iter().collect());
+                    peer.inflight += 1;
+                    self.free(
+                        Some(client),
+                        objects,
+                        Some(Box::new(move |outcome| {
+                            let FreeOutcome { gone, stale } = outcome;
+                            outbox.send(token, Response::Freed { id, gone, stale });
+                        })),
+                    );
+                }
+            }
+            Ok(Request::Unhold { id, epoch, objects }) => {
+                if let Some(client) = self.entitled(peer, id, epoch) {
+                    self.arena.unhold(&client, objects.iter().collect());
+                    self.answer(peer, &Response::Pong { id });
+                }
+            }
+            Ok(_) => self.bad_line(peer, line, BadLine::UnknownOp),
+            Err(bad) => self.bad_line(peer, line, bad),
+        }
+    }
+
+    fn free(
+        &mut self,
+        client: Option<ClientId>,
+        objects: ObjectList,
+        reply: Option<Box<dyn FnOnce(FreeOutcome) + Send>>,
+    ) {
+        Counters::add(&self.shared.counters.freed_keys, objects.len() as u64);
+        self.measured = None;
+        self.arena.free(FreeRequest { client, objects, reply });
+    }
+
+    /// Claims objects; those that do not lie where the client believes are given back at once.
+    fn hold(
+        &mut self,
+        token: u64,
+        peer: &mut Peer,
+        id: u64,
+        client: ClientId,
+        objects: &Objects<'_>,
+    ) {
+        let arena = &self.arena;
+        let elsewhere: Vec<u32> = (0..)
+            .zip(objects.ranges())
+            .filter(|(_, range)| range.is_some_and(|(at, len)| !arena.export().is_object(at, len)))
+            .map(|(place, _)| place)
+            .collect();
+        let claims: ObjectList = objects.iter().collect();
+        let mut misplaced = elsewhere.iter().peekable();
+        let back: ObjectList = (0..)
+            .zip(objects.iter())
+            .filter(|(place, _)| misplaced.next_if_eq(&place).is_some())
+            .map(|(_, object)| object)
+            .collect();
+        let (outbox, arena, holder) = (self.outbox.clone(), self.arena.clone(), client.clone());
+        peer.inflight += 1;
+        self.arena.hold(HoldRequest {
+            client,
+            objects: claims,
+            reply: Some(Box::new(move |outcome| {
+                let HoldOutcome { gone, mut stale } = outcome;
+                if !elsewhere.is_empty() {
+                    arena.unhold(&holder, back);
+                    stale.extend(elsewhere.into_iter().filter(|i| !gone.contains(i)));
+                    stale.sort_unstable();
+                    stale.dedup();
+                }
+                outbox.send(token, Response::Held { id, gone, stale });
+            })),
+        });
+    }
+
+    /// The client of an object line, if the line may be obeyed.
+    fn entitled(&mut self, peer: &mut Peer, id: u64, epoch: Epoch) -> Option<ClientId> {
+        peer.extended = true;
+        let Some(client) = peer.client.as_ref().map(|c| c.id.clone()) else {
+            self.refuse(peer, Some(id), Code::NeedHello, "say hello first");
+            return None;
+        };
+        if epoch != self.arena.epoch() {
+            let message = format!("this is life {}, not {epoch}", self.arena.epoch());
+            self.refuse(peer, Some(id), Code::StaleEpoch, message);
+            return None;
+        }
+        Some(client)
+    }
+
+    fn greet(&mut self, peer: &mut Peer, hello: Hello) {
+        if hello.version != VERSION {
+            let message = format!("this server speaks version {VERSION}");
+            return self.refuse(peer, None, Code::UnsupportedVersion, message);
+        }
+        if let Some(token) = &self.config.token
+            && !hello.token.as_ref().is_some_and(|given| given.matches(token))
+        {
+            return self.refuse(peer, None, Code::BadToken, "the token is missing or wrong");
+        }
+        if peer.client.as_ref().is_some_and(|c| c.id != hello.client) {
+            return self.refuse(peer, None, Code::BadLine, "the connection has another client");
+        }
+        let now = Instant::now();
+        let lease = hello.lease.min(self.config.max_lease);
+        if peer.client.is_none() {
+            let connections = self.clients.entry(hello.client.clone()).or_insert(0);
+            *connections += 1;
+            if *connections == 1 {
+                Counters::add(&self.shared.counters.clients, 1);
+            }
+        }
+        self.arena.client_seen(&hello.client, lease);
+        peer.client = Some(Client { id: hello.client, lease, seen: now, told: now });
+        // Read after the arena was told: what is published later finds the client known.
+        let last_seq = self.arena.export().last_sequence();
+        let (epoch, session) = (self.arena.epoch(), self.session.clone());
+        let hello = ServerHello::new(epoch, session, lease, self.hello.clone()).last_seq(last_seq);
+        self.answer(peer, &Response::Hello(hello));
+    }
+
+    fn report(&mut self, peer: &mut Peer, id: u64) {
+        if self.measured.is_none() {
+            // The owner thread never waits for anything, least of all for this one.
+            match self.arena.health_blocking() {
+                Ok(health) => self.measured = Some((self.health)(health.into())),
+                Err(_) => {
+                    let message = "the arena is closed".into();
+                    let limit = self.config.limits.connection_bytes;
+                    return peer.complain(Some(id), Code::Closing, message, limit);
+                }
+            }
+        }
+        let health = self.measured.clone().expect("just measured");
+        self.answer(peer, &Response::Health { id, health });
+    }
+
+    fn answer(&self, peer: &mut Peer, response: &Response) {
+        if !peer.answer(response, self.config.limits.connection_bytes) {
+            Counters::add(&self.shared.counters.closed_for_cause, 1);
+            tracing::debug!(address = %peer.address, "a client does not read its answers");
+            peer.close_soon(Instant::now());
+        }
+    }
+
+    fn refuse(&self, peer: &mut Peer, id: Option<u64>, code: Code, message: impl Into<String>) {
+        Counters::add(&self.shared.counters.refused_lines, 1);
+        tracing::debug!(address = %peer.address, %code, "line refused");
+        peer.complain(id, code, message.into(), self.config.limits.connection_bytes);
+    }
+
+    fn bad_line(&self, peer: &mut Peer, line: &[u8], bad: BadLine) {
+        let counters = &self.shared.counters;
+        Counters::add(&counters.bad_lines, 1);
+        *counters.last_error.lock() = Some(bad.to_string());
+        tracing::debug!(address = %peer.address, reason = bad.reason(), "bad control line");
+        let limits = &self.config.limits;
+        let id = peer.extended.then(|| Request::id_of(line, limits)).flatten();
+        peer.complain(id, Code::BadLine, bad.to_string(), limits.connection_bytes);
+    }
+}
