@@ -1,15 +1,24 @@
 //! Which addresses peers may read: the published objects, found by address and pinned while read.
 
-use std::{collections::BTreeMap, fmt, ops::Deref, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    ops::Deref,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use parking_lot::RwLock;
-use transport_core::{ArenaOffset, Error, ErrorKind, RegionSlice, RemoteAddr};
+use transport_core::{ArenaOffset, Error, ErrorKind, RegionSlice, RemoteAddr, Sequence};
 
 use crate::{Backing, pin::PinCell};
 
 /// Readable ranges by offset. The owner writes it, any number of readers look things up.
 pub(crate) struct ExportIndex {
     objects: RwLock<BTreeMap<u64, Arc<Exported>>>,
+    last_seq: AtomicU64, // of everything published so far
     reclaim: Box<dyn Fn(u32) + Send + Sync>,
 }
 
@@ -23,11 +32,17 @@ pub(crate) struct Exported {
 impl ExportIndex {
     /// `reclaim` is told, once, each retired object whose last read has ended.
     pub(crate) fn new(reclaim: impl Fn(u32) + Send + Sync + 'static) -> Self {
-        Self { objects: RwLock::default(), reclaim: Box::new(reclaim) }
+        let (objects, last_seq) = (RwLock::default(), AtomicU64::new(0));
+        Self { objects, last_seq, reclaim: Box::new(reclaim) }
     }
 
-    /// Makes objects readable, all at once.
-    pub(crate) fn insert(&self, batch: impl IntoIterator<Item = (ArenaOffset, Arc<Exported>)>) {
+    /// Makes objects readable, all at once. `last_seq` is the newest life among them.
+    pub(crate) fn insert(
+        &self,
+        batch: impl IntoIterator<Item = (ArenaOffset, Arc<Exported>)>,
+        last_seq: u64,
+    ) {
+        self.last_seq.store(last_seq, Ordering::Release);
         let mut objects = self.objects.write();
         for (offset, exported) in batch {
             objects.insert(offset.0, exported);
@@ -86,6 +101,18 @@ impl ExportTable {
             address.0.checked_sub(self.base.0).ok_or(refuse("it lies before the arena"))?;
         let pin = self.index.pin(offset, len).map_err(refuse)?;
         Ok(PinnedRange { pin, backing: self.backing.clone(), offset: ArenaOffset(offset), len })
+    }
+
+    /// Whether a readable object lies there, from its first byte to its last.
+    pub fn is_object(&self, address: RemoteAddr, len: u64) -> bool {
+        let offset = address.0.checked_sub(self.base.0);
+        let objects = self.index.objects.read();
+        offset.and_then(|offset| objects.get(&offset)).is_some_and(|object| object.len == len)
+    }
+
+    /// The newest life published so far; what is published from now on has a later one.
+    pub fn last_sequence(&self) -> Sequence {
+        Sequence(self.index.last_seq.load(Ordering::Acquire))
     }
 
     /// Number of readable objects.

@@ -51,19 +51,20 @@ pub(crate) struct Claims {
     held: SeqSet,
     released: SeqSet,
     pending: HashMap<Sequence, Uses>,
-    /// Claims that the publisher made for this client at publication count, unless the lease may
-    /// have lapsed since.
     continuity: Option<u64>,
+    /// Of what was published after this life, claims that the publisher made for this client live:
+    /// it has known the client, and heard from it, ever since.
+    known_since: Option<Sequence>,
 }
 
 impl Claims {
-    /// Forgets what may have lapsed: everything from before `continuity`.
-    pub(crate) fn renew(&mut self, continuity: u64) {
+    /// Forgets what may have lapsed: everything from before `continuity`, which began when
+    /// `known_since` was the newest life.
+    pub(crate) fn renew(&mut self, continuity: u64, known_since: Option<Sequence>) {
         if self.continuity != Some(continuity) {
-            if self.continuity.is_some() {
-                self.held = SeqSet::default();
-            }
+            self.held = SeqSet::default();
             self.continuity = Some(continuity);
+            self.known_since = known_since;
         }
     }
 
@@ -71,10 +72,10 @@ impl Claims {
     ///
     /// `born_held`: the publisher made the claim when it published the sample.
     pub(crate) fn begin(&mut self, seqs: &[Option<Sequence>], born_held: bool) -> bool {
-        let born_held = born_held && self.continuity == Some(0);
+        let kept = |seq| born_held && self.known_since.is_some_and(|since| seq > since);
         let certain = seqs.iter().all(|seq| {
             seq.is_some_and(|seq| {
-                self.held.contains(seq) || (born_held && !self.released.contains(seq))
+                self.held.contains(seq) || (kept(seq) && !self.released.contains(seq))
             })
         });
         for seq in seqs.iter().flatten() {
@@ -144,7 +145,7 @@ mod tests {
 
     fn fresh() -> Claims {
         let mut claims = Claims::default();
-        claims.renew(0);
+        claims.renew(0, Some(Sequence(0)));
         claims
     }
 
@@ -158,8 +159,12 @@ mod tests {
         claims.release(A.into_iter().flatten());
         assert!(!claims.begin(&A, true));
         let mut lapsed = fresh();
-        lapsed.renew(1);
-        assert!(!lapsed.begin(&A, true));
+        lapsed.renew(1, Some(Sequence(1)));
+        assert!(!lapsed.begin(&A, true), "one of them is from before the gap");
+        assert!(lapsed.begin(&A[1..], true));
+        let mut unknown = Claims::default();
+        unknown.renew(0, None);
+        assert!(!unknown.begin(&A, true), "the publisher does not tell");
     }
 
     #[test]
@@ -189,9 +194,9 @@ mod tests {
         let mut claims = fresh();
         claims.begin(&A, true);
         assert!(claims.commit(&A));
-        claims.renew(0);
+        claims.renew(0, Some(Sequence(0)));
         assert!(claims.begin(&A, false));
-        claims.renew(7);
+        claims.renew(7, Some(Sequence(9000)));
         assert!(!claims.begin(&A, false));
     }
 

@@ -92,6 +92,16 @@ impl FakePeer {
     }
 }
 
+impl FakePeer {
+    /// Stops answering handshakes, as a process that dies does. Data connections go on.
+    fn stop_answering(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        drop(TcpStream::connect(self.ports[0]));
+        let gone = || TcpStream::connect(self.ports[0]).is_err();
+        eventually("the handshake port is closed", gone);
+    }
+}
+
 impl Drop for FakePeer {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
@@ -343,4 +353,48 @@ fn connections_to_a_peer_are_bounded() {
         release.store(true, Ordering::SeqCst);
         reads.into_iter().for_each(|read| read.join().unwrap().unwrap());
     });
+}
+
+#[test]
+fn a_peer_that_dies_within_a_read_is_gone() {
+    let (half, died) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (sent, dead) = (half.clone(), died.clone());
+    let peer = FakePeer::start(2, move |stream, _| {
+        if request(stream).is_none() {
+            return;
+        }
+        stream.write_all(b"\0\0\0\0VTCM").unwrap();
+        stream.write_all(&[7; 500]).unwrap();
+        sent.store(true, Ordering::SeqCst);
+        eventually("it may die", || dead.load(Ordering::SeqCst));
+    });
+    let engine = TcpEngine::new(TcpOptions::default());
+    std::thread::scope(|scope| {
+        let read = scope.spawn(|| engine.read(&peer.session, &mut [op(4096, 1000)], &within(8000)));
+        eventually("half of it came", || half.load(Ordering::SeqCst));
+        peer.stop_answering();
+        died.store(true, Ordering::SeqCst);
+        let error = read.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+    });
+    assert_eq!(engine.stats().connections, 0);
+}
+
+#[test]
+fn our_own_peers_say_why_even_where_the_first_answer_could_not() {
+    let sink = sink(MIB);
+    let sample = publish(&sink, "a", 7, &[1000, 1000]);
+    let engine = TcpEngine::new(TcpOptions::default());
+    let at = address(&sample, 0);
+    let mut ops = [op(at, 1000), op(at + 512, 488), op(at, 1001), op(at + 1024, 1000)];
+    let error = engine.read(sink.session(), &mut ops, &within(5000)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfRange, "{error}");
+    assert_eq!(error.context("operation"), Some("2"));
+    engine.read(sink.session(), &mut ops[..2], &within(5000)).unwrap();
+    let (first, second) = (ops[0].dst.as_mut_bytes().unwrap()[999], 999);
+    assert_eq!(first, byte(7, second));
+    let stale = within(5000).epoch(Some(transport_core::Epoch(1)));
+    let error = engine.read(sink.session(), &mut ops[..1], &stale).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
+    assert_eq!(error.context("expected"), Some("1"));
 }

@@ -161,6 +161,31 @@ fn samples_born_held_need_no_claim_but_released_ones_do() {
 }
 
 #[test]
+fn what_was_published_before_the_announcement_is_claimed_anew() {
+    for engine in [Engine::Shm, Engine::Tcp] {
+        let config = ArenaConfig::default().lease(Duration::from_millis(200));
+        let arena = Arena::start(Backing::shared(MIB).unwrap(), config).unwrap();
+        let sink = CaptureSink::start(arena, SinkConfig::default()).unwrap();
+        let consumer = consumer(engine);
+        let held = Some(consumer.client_id());
+        // Its lease is over before the client is heard of, and its place is taken.
+        let lapsed = publish_all(&sink, &[("lapsed", 1)], &[700], held).remove(0);
+        eventually("the lease ends", || sink.health_blocking().unwrap().lease_expired_samples == 1);
+        let other = publish(&sink, "other", 2, &[700]);
+        assert_eq!(address(&lapsed, 0), address(&other, 0));
+        let early = publish_all(&sink, &[("early", 3)], &[700], held).remove(0);
+        let error = fetch_and_check(&consumer, &lapsed, 1).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        fetch_and_check(&consumer, &early, 3).unwrap();
+        // From here on it is known.
+        let lines = sink.control_stats().lines;
+        let late = publish_all(&sink, &[("late", 4)], &[700], held).remove(0);
+        fetch_and_check(&consumer, &late, 4).unwrap();
+        assert_eq!(sink.control_stats().lines, lines);
+    }
+}
+
+#[test]
 fn a_failed_fetch_gives_its_claims_back_and_frees_nothing() {
     for engine in [Engine::Shm, Engine::Tcp] {
         let sink = sink(MIB);

@@ -175,7 +175,7 @@ impl CaptureArena {
                 self.retire(old.index());
             }
         }
-        self.index.insert(exports);
+        self.index.insert(exports, self.last_seq);
         for (sample, client) in holders {
             let client = self.clients.known(&client, now);
             for &id in &objects {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use transport_core::{Epoch, Health, RemoteAddr, SessionName};
+use transport_core::{Epoch, Health, RemoteAddr, Sequence, SessionName};
 
 use super::{
     BadLine, Limits, VERSION, bad_field, checked_text, lease_from_millis,
@@ -73,12 +73,22 @@ pub struct ServerHello {
     pub lease: Duration,
     /// Its memory.
     pub arena: ArenaInfo,
+    /// Newest life of an object published before this greeting, if the server tells: whatever is
+    /// later was published while it knew this client.
+    pub last_seq: Option<Sequence>,
 }
 
 impl ServerHello {
     /// Answers a `hello`, speaking [`VERSION`].
     pub fn new(epoch: Epoch, session: SessionName, lease: Duration, arena: ArenaInfo) -> Self {
-        Self { version: VERSION, epoch, session, lease, arena }
+        Self { version: VERSION, epoch, session, lease, arena, last_seq: None }
+    }
+
+    /// Tells the newest life published so far.
+    #[must_use]
+    pub fn last_seq(mut self, seq: Sequence) -> Self {
+        self.last_seq = Some(seq);
+        self
     }
 }
 
@@ -261,6 +271,7 @@ impl ServerHello {
             session: session.parse().map_err(|_| bad_field("session"))?,
             lease: lease_from_millis(object.field("lease_ms").map_err(bad_field)?)?,
             arena: ArenaInfo::parse(&arena)?,
+            last_seq: object.optional("last_seq").map_err(bad_field)?,
         })
     }
 
@@ -275,6 +286,10 @@ impl ServerHello {
         write_string(out, &self.session.to_string());
         out.extend_from_slice(b",\"lease_ms\":");
         write_number(out, millis(self.lease));
+        if let Some(seq) = self.last_seq {
+            out.extend_from_slice(b",\"last_seq\":");
+            write_number(out, seq.0);
+        }
         out.extend_from_slice(b",\"arena\":{\"base\":");
         write_number(out, self.arena.base.0);
         out.extend_from_slice(b",\"bytes\":");
@@ -387,6 +402,17 @@ mod tests {
         round_trip(Response::Health { id: 1, health });
         let line = round_trip(Response::Held { id: 2, gone: vec![0, 7], stale: vec![] });
         assert_eq!(line, "{\"op\":\"held\",\"id\":2,\"gone\":[0,7],\"stale\":[]}\n");
+    }
+
+    #[test]
+    fn greetings_may_tell_the_newest_life() {
+        let arena = ArenaInfo { base: RemoteAddr(4096), bytes: 512, shm: None };
+        let session = "h:1".parse().unwrap();
+        let hello = ServerHello::new(Epoch(5), session, std::time::Duration::from_secs(30), arena);
+        let line = round_trip(Response::Hello(hello.clone()));
+        assert!(!line.contains("last_seq"), "{line}");
+        let line = round_trip(Response::Hello(hello.last_seq(Sequence(7))));
+        assert!(line.contains("\"last_seq\":7,\"arena\""), "{line}");
     }
 
     #[test]

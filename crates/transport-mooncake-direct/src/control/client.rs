@@ -15,7 +15,9 @@ use control_proto::{
 };
 use crossbeam_channel::bounded;
 use parking_lot::Mutex;
-use transport_core::{ClientId, Descriptor, Epoch, Error, ErrorKind, Health, Result, SessionName};
+use transport_core::{
+    ClientId, Descriptor, Epoch, Error, ErrorKind, Health, Result, Sequence, SessionName,
+};
 
 use super::{
     pending::{Answer, Ask, ClaimObject, Item, Question, lines},
@@ -81,6 +83,8 @@ pub struct Standing {
     pub hello: Arc<ServerHello>,
     /// Grows whenever claims may have lapsed: those made under a smaller number may be gone.
     pub continuity: u64,
+    /// Newest life that had been published when this continuity began, if the server tells.
+    pub known_since: Option<Sequence>,
     /// When a line was sent that the server has answered: claims live at least one lease longer.
     pub confirmed: Instant,
     /// Whether the connection is up.

@@ -52,6 +52,7 @@ pub(super) struct Worker {
     backoff: Backoff,
     greeted: Option<Instant>, // when the greeting that is being answered was sent
     older_server: bool,
+    lapsed: bool,                       // the server said that claims have ended
     given_up: bool, // nobody tries to reconnect before there is something to say
     kept: VecDeque<(Instant, Vec<u8>)>, // one-way lines, to be sent again after a reconnect
     ping: Option<(u64, Instant)>,
@@ -68,6 +69,7 @@ impl Worker {
             backoff: Backoff::new(),
             greeted: None,
             older_server: false,
+            lapsed: false,
             given_up: false,
             kept: VecDeque::new(),
             ping: None,
@@ -209,13 +211,17 @@ impl Worker {
         *mode = Mode::Extended(hello.clone());
         self.backoff = Backoff::new();
         let mut standing = self.shared.standing.lock();
-        let continuity = match &*standing {
+        let (continuity, known_since) = match &*standing {
             // The server kept the claims if it heard of the client again within the lease.
-            Some(old) if old.hello.epoch == hello.epoch && old.is_fresh() => old.continuity,
-            Some(old) => old.continuity + 1,
-            None => 0,
+            Some(old) if old.hello.epoch == hello.epoch && old.is_fresh() && !self.lapsed => {
+                (old.continuity, old.known_since)
+            }
+            Some(old) => (old.continuity + 1, hello.last_seq),
+            None => (0, hello.last_seq),
         };
-        *standing = Some(Standing { hello, continuity, confirmed: at, connected: true });
+        self.lapsed = false;
+        *standing =
+            Some(Standing { hello, continuity, known_since, confirmed: at, connected: true });
     }
 
     /// Takes an answered line off the books: the server lived, and heard of this client, after the
@@ -274,9 +280,7 @@ impl Worker {
                 Ok(())
             }
             Code::LeaseExpired => {
-                if let Some(standing) = &mut *self.shared.standing.lock() {
-                    standing.continuity += 1;
-                }
+                self.lapsed = true;
                 Err(error(ErrorKind::PeerGone, "the server took this client for dead"))
             }
             _ => {

@@ -101,7 +101,7 @@ impl Publisher {
     fn present(&self, standing: &Standing) -> Arc<Life> {
         let life = self.life_called(standing.hello.epoch);
         self.lives.lock().retain(|other| other.epoch == life.epoch);
-        life.claims.lock().renew(standing.continuity);
+        life.claims.lock().renew(standing.continuity, standing.known_since);
         life.shared.lock().get_or_insert_with(|| {
             let info = standing.hello.arena.clone();
             Arc::new(SharedArena::new(info, self.client.server().clone()))

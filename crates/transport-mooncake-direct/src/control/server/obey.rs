@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
-use capture_arena::{Arena, FreeRequest, HoldRequest, ObjectList};
+use capture_arena::{FreeRequest, HoldRequest, ObjectList};
 use control_proto::control::{
     BadLine, Code, Hello, Objects, Request, Response, ServerHello, VERSION,
 };
-use transport_core::{ClientId, Epoch, RemoteAddr};
+use transport_core::{ClientId, Epoch};
 
 use super::{Client, Counters, Peer, Poller};
 
@@ -97,7 +97,7 @@ impl Poller {
         let arena = &self.arena;
         let elsewhere: Vec<u32> = (0..)
             .zip(objects.ranges())
-            .filter(|(_, range)| range.is_some_and(|(at, len)| !is_whole_object(arena, at, len)))
+            .filter(|(_, range)| range.is_some_and(|(at, len)| !arena.export().is_object(at, len)))
             .map(|(place, _)| place)
             .collect();
         let claims: ObjectList = objects.iter().collect();
@@ -164,8 +164,10 @@ impl Poller {
         }
         self.arena.client_seen(&hello.client, lease);
         peer.client = Some(Client { id: hello.client, lease, seen: now, told: now });
-        let hello =
-            ServerHello::new(self.arena.epoch(), self.session.clone(), lease, self.hello.clone());
+        // Read after the arena was told: what is published later finds the client known.
+        let last_seq = self.arena.export().last_sequence();
+        let (epoch, session) = (self.arena.epoch(), self.session.clone());
+        let hello = ServerHello::new(epoch, session, lease, self.hello.clone()).last_seq(last_seq);
         self.answer(peer, &Response::Hello(hello));
     }
 
@@ -225,18 +227,4 @@ impl Poller {
         peer.complain(None, code, reason.to_string(), self.config.limits.connection_bytes);
         peer.close_soon(Instant::now());
     }
-}
-
-/// Whether `len` bytes at `address` are one readable object from its first byte to its last.
-fn is_whole_object(arena: &Arena, address: RemoteAddr, len: u64) -> bool {
-    if len == 0 {
-        return true; // takes no range
-    }
-    let readable = |address: Option<u64>, len: Option<u64>| match (address, len) {
-        (Some(address), Some(len)) => arena.export().pin(RemoteAddr(address), len).is_ok(),
-        _ => false,
-    };
-    readable(Some(address.0), Some(len))
-        && !readable(Some(address.0), len.checked_add(1))
-        && !readable(address.0.checked_sub(1), Some(2))
 }
