@@ -12,15 +12,20 @@
 #![forbid(unsafe_code)]
 
 mod column;
+pub mod commands;
 mod element;
+mod frameworks;
+mod infer;
 pub mod json;
 pub mod mooncake;
 pub mod msgpack;
 mod nested;
 pub mod notation;
 mod ragged;
+mod restore;
 mod rollout;
 mod rows;
+mod schema;
 mod value;
 
 pub use column::{
@@ -30,4 +35,5 @@ pub use element::Rounding;
 pub use nested::{Branch, MAX_TREE_DEPTH, Nested, Presence};
 pub use ragged::{Element, Ragged, RowKind, Template};
 pub use rollout::{Rollout, Section};
+pub use schema::{Codec, FieldSchema, RowShape, Schema};
 pub use value::{Array, Image, Library, Value};

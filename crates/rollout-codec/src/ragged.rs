@@ -186,9 +186,9 @@ impl<'a> Ragged<'a> {
 
     /// Rows from values: arrays, nested lists of numbers, or nulls.
     ///
-    /// Without `dtype`, arrays bring their own, lists of whole numbers are int64, lists with a
-    /// float float64 and lists of truth values bool; empty lists do not take part. Rows of
-    /// different element types are an error. Without `template`, a common one is used where all
+    /// Without `dtype`, arrays bring their own, lists of whole numbers are int64, lists of floats
+    /// float64 and lists of truth values bool; empty lists do not take part. Rows of different
+    /// element types are an error. Without `template`, a common one is used where all
     /// rows have one with the first dimension ragged.
     pub fn from_values(
         values: &[Value],
@@ -218,13 +218,13 @@ impl<'a> Ragged<'a> {
                         .remedy("convert the rows, or declare the element type they have"));
                 }
                 list => {
-                    let mut shape = Vec::new();
+                    let mut shape = ListShape::default();
                     let mut bytes = Vec::new();
                     flatten(list, 0, &mut shape, &mut |x| {
                         element::push(dtype, x, rounding, &mut bytes)
                     })
                     .map_err(|e| e.with("row", i))?;
-                    Some((shape, Bytes::from(bytes)))
+                    Some((shape.dims, Bytes::from(bytes)))
                 }
             });
         }
@@ -241,6 +241,12 @@ impl<'a> Ragged<'a> {
             }
         }
         Ok(column)
+    }
+
+    /// The same rows as other Python objects.
+    #[must_use]
+    pub fn with_kind(self, kind: RowKind) -> Self {
+        Self { kind, ..self }
     }
 
     /// Number of rows.
@@ -368,11 +374,10 @@ fn row_kind(values: &[Value]) -> Result<RowKind> {
 
 fn common_dtype(values: &[Value]) -> Result<Dtype> {
     let mut found: Option<Dtype> = None;
-    let mut meet = |row: usize, dtype: Dtype, list: bool| {
+    let mut meet = |row: usize, dtype: Dtype| {
         let both = match found {
             None => dtype,
             Some(before) if before == dtype => dtype,
-            Some(Dtype::Float64 | Dtype::Int64) if list && dtype != Dtype::Bool => Dtype::Float64,
             Some(before) => {
                 return Err(Error::new(
                     ErrorKind::InvalidInput,
@@ -391,25 +396,33 @@ fn common_dtype(values: &[Value]) -> Result<Dtype> {
     for (i, value) in values.iter().enumerate() {
         match value {
             Value::Null => {}
-            Value::Array(array) => meet(i, array.dtype(), false)?,
-            list => flatten(list, 0, &mut Vec::new(), &mut |x| {
+            Value::Array(array) => meet(i, array.dtype())?,
+            list => flatten(list, 0, &mut ListShape::default(), &mut |x| {
                 let dtype = match x {
                     Value::Bool(_) => Dtype::Bool,
                     Value::Int(_) => Dtype::Int64,
                     _ => Dtype::Float64,
                 };
-                meet(i, dtype, true)
+                meet(i, dtype)
             })?,
         }
     }
     Ok(found.unwrap_or(Dtype::Int64))
 }
 
+/// Shape of nested lists, as far as they were seen.
+#[derive(Default)]
+struct ListShape {
+    dims: Vec<u64>,
+    /// A number was seen, so there are no more dimensions.
+    complete: bool,
+}
+
 /// Visits the numbers of nested lists and finds their shape; lists of uneven length are refused.
 fn flatten(
     value: &Value,
     depth: usize,
-    shape: &mut Vec<u64>,
+    shape: &mut ListShape,
     visit: &mut impl FnMut(&Value) -> Result<()>,
 ) -> Result<()> {
     let refuse = |why| Error::new(ErrorKind::InvalidInput, "read row", why);
@@ -418,17 +431,19 @@ fn flatten(
             if depth >= TensorMeta::MAX_RANK {
                 return Err(refuse("lists nested too deeply"));
             }
-            match shape.get(depth) {
-                None => shape.push(items.len() as u64),
+            match shape.dims.get(depth) {
+                None if shape.complete => return Err(refuse("numbers beside lists")),
+                None => shape.dims.push(items.len() as u64),
                 Some(&len) if len == items.len() as u64 => {}
                 Some(_) => return Err(refuse("inner lists of different lengths")),
             }
             items.iter().try_for_each(|item| flatten(item, depth + 1, shape, visit))
         }
         Value::Bool(_) | Value::Int(_) | Value::Float(_) => {
-            if shape.len() > depth {
+            if shape.dims.len() > depth {
                 return Err(refuse("numbers beside lists"));
             }
+            shape.complete = true;
             visit(value)
         }
         other => Err(refuse("not a number").with("found", other.kind())),
@@ -476,7 +491,7 @@ mod tests {
         let column = Ragged::from_values(&rows, None, None, Rounding::Exact).unwrap();
         assert_eq!((column.dtype(), column.kind()), (Dtype::Int64, &RowKind::List));
         assert_eq!(column.to_values().unwrap(), rows);
-        let rows = [list("[[1.5],[2]]"), list("[[3]]")];
+        let rows = [list("[[1.5],[2.0]]"), list("[[3.0]]")];
         let column = Ragged::from_values(&rows, None, None, Rounding::Exact).unwrap();
         assert_eq!(column.dtype(), Dtype::Float64);
         assert_eq!(column.template().unwrap(), &Template::tail([1]));
@@ -496,6 +511,7 @@ mod tests {
             vec![array(Dtype::Int32), array(Dtype::Int64)],
             vec![array(Dtype::Int32), list("[1.5]")],
             vec![list("[true]"), list("[1]")],
+            vec![list("[1]"), list("[1.5]")],
             vec![list("[[1],[2,3]]")],
             vec![list("[1,[2]]")],
             vec![list("[\"a\"]")],

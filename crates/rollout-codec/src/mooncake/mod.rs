@@ -11,12 +11,16 @@
 
 mod codec;
 mod dump;
+mod encode;
 mod manifest;
 mod member;
 mod reader;
 mod reference;
 mod store;
 mod tensor;
+mod writer;
+
+pub(crate) use member::SPECS;
 
 pub use dump::Dump;
 pub use manifest::{Chunk, Manifest, Payload};
@@ -24,3 +28,4 @@ pub use member::{Member, MemberData};
 pub use reader::{Limits, Members, Reader};
 pub use reference::{Encoded, FieldLocation, Reference};
 pub use store::{MemoryStore, ObjectStore};
+pub use writer::{DEFAULT_CHUNK_BYTES, Place, Writer, cleanup, remove};
