@@ -23,7 +23,7 @@ pub enum Branch<'a> {
         /// What rows have at this place.
         presence: Presence,
         /// The values by name.
-        children: IndexMap<String, Branch<'a>>,
+        children: IndexMap<String, Self>,
     },
     /// A list.
     List {
@@ -32,7 +32,7 @@ pub enum Branch<'a> {
         /// Length of each row's list.
         lengths: Vec<u64>,
         /// The values by position, up to the longest list.
-        children: Vec<Branch<'a>>,
+        children: Vec<Self>,
     },
     /// Values of one kind.
     Leaf {

@@ -19,6 +19,9 @@ pub enum Layout {
     Envelope,
 }
 
+/// A field by its name: value and kind.
+type Shown = (String, (Value, Value));
+
 /// The whole record: `layout`, `values` and `kinds`.
 pub fn decoded(rollout: &Rollout<'_>, layout: Layout) -> Result<Value> {
     let in_envelope = layout == Layout::Envelope;
@@ -29,7 +32,7 @@ pub fn decoded(rollout: &Rollout<'_>, layout: Layout) -> Result<Value> {
     ];
     if in_envelope {
         let pick = |part: fn(&(Value, Value)) -> &Value| {
-            let entry = |(name, fields): &(&str, Vec<(String, (Value, Value))>)| {
+            let entry = |(name, fields): &(&str, Vec<Shown>)| {
                 let fields = fields.iter().map(|(n, field)| (n.clone(), part(field).clone()));
                 ((*name).to_owned(), Value::Map(fields.collect()))
             };
@@ -136,7 +139,7 @@ pub fn unplain(value: &Value) -> Result<Value> {
     })
 }
 
-fn meta(meta: &IndexMap<String, Value>) -> Result<Vec<(String, (Value, Value))>> {
+fn meta(meta: &IndexMap<String, Value>) -> Result<Vec<Shown>> {
     meta.iter()
         .map(|(name, value)| {
             let mut kind = IndexMap::from([("value".to_owned(), Value::Str(value.kind()))]);
@@ -151,7 +154,7 @@ fn meta(meta: &IndexMap<String, Value>) -> Result<Vec<(String, (Value, Value))>>
 fn columns(
     columns: &IndexMap<String, Column<'_>>,
     in_envelope: bool,
-) -> Result<Vec<(String, (Value, Value))>> {
+) -> Result<Vec<Shown>> {
     let field = |(name, column): (&String, &Column<'_>)| {
         let (value, kind) = match column {
             Column::Dense(dense) => {

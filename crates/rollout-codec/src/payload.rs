@@ -283,7 +283,7 @@ fn elements<const N: usize>(seed: u64, count: u64, element: impl Fn(u64) -> [u8;
 
 /// Ones; in every eighth row the second quarter, a tool's answer, is zero.
 fn mask(base: u64, _prompt: u64, response: u64) -> Box<[u8]> {
-    let tool = base % 8 == 0;
+    let tool = base.is_multiple_of(8);
     let one = |j: u64| i32::from(!(tool && (response / 4..response / 2).contains(&j)));
     (0..response).flat_map(|j| one(j).to_le_bytes()).collect()
 }

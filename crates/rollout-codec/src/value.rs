@@ -17,8 +17,8 @@ pub enum Value {
     Float(f64),
     Str(String),
     Bytes(Bytes),
-    List(Vec<Value>),
-    Map(IndexMap<String, Value>),
+    List(Vec<Self>),
+    Map(IndexMap<String, Self>),
     Array(Array),
     Image(Image),
 }

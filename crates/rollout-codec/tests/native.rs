@@ -325,7 +325,7 @@ fn some_rows_and_parts_of_rows_are_read_alone() {
     // Refusals.
     let beyond = [ReadRequest { field: &tokens, rows: &[1 << 40], steps: None }];
     assert!(read_plan(&beyond, limits).is_err());
-    let long = [0..1 << 40];
+    let long = vec![0..1 << 40; 1];
     let long = [ReadRequest { field: &experts, rows: &[0], steps: Some(&long) }];
     assert!(read_plan(&long, limits).is_err());
 }

@@ -206,8 +206,8 @@ fn ragged(
         _ => RowKind::List,
     };
     let mut shapes = Vec::with_capacity(nulls.len());
-    for row in 0..nulls.len() {
-        shapes.push(if nulls[row] { &[][..] } else { shape(row)? });
+    for (row, &null) in nulls.iter().enumerate() {
+        shapes.push(if null { &[][..] } else { shape(row)? });
     }
     let present = shapes.iter().zip(&nulls).filter(|&(_, null)| !null).map(|(&shape, _)| shape);
     let mut column = match common_template(present) {

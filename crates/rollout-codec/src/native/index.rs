@@ -147,8 +147,8 @@ pub(super) enum ShapeRecord {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum BranchRecord {
-    Dict { missing: Segment, present: Segment, children: Vec<Named<BranchRecord>> },
-    List { missing: Segment, present: Segment, lengths: Segment, children: Vec<BranchRecord> },
+    Dict { missing: Segment, present: Segment, children: Vec<Named<Self>> },
+    List { missing: Segment, present: Segment, lengths: Segment, children: Vec<Self> },
     Leaf { missing: Segment, what: What },
 }
 

@@ -96,7 +96,7 @@ pub(super) struct Planned<'p> {
     pub(super) at: u64,
     pub(super) len: u64,
     /// Element type of the sources and of the data, where they differ.
-    pub(super) convert: Option<(Dtype, Dtype)>,
+    pub(super) convert: Conversion,
     /// Start within the segment (after conversion), and bytes; in order, without gaps.
     pub(super) sources: Vec<(u64, Source<'p>)>,
     /// Field that the segment belongs to, for errors.
@@ -270,7 +270,7 @@ impl<'p> Builder<'p> {
     fn add(
         &mut self,
         sources: impl IntoIterator<Item = Source<'p>>,
-        convert: Option<(Dtype, Dtype)>,
+        convert: Conversion,
     ) -> Result<Segment> {
         let at = align(self.end).ok_or_else(too_large)?;
         let mut len = 0u64;
@@ -500,8 +500,11 @@ impl<'p> Builder<'p> {
     }
 }
 
+/// Element types of sources and of the data, where they differ.
+type Conversion = Option<(Dtype, Dtype)>;
+
 /// The element types of the field and of the data, and both if they differ.
-fn wire_type(dtype: Dtype, wire: Option<Dtype>) -> Result<(Dtype, Dtype, Option<(Dtype, Dtype)>)> {
+fn wire_type(dtype: Dtype, wire: Option<Dtype>) -> Result<(Dtype, Dtype, Conversion)> {
     match wire {
         None => Ok((dtype, dtype, None)),
         Some(wire) if wire == dtype => Ok((dtype, dtype, None)),
