@@ -179,10 +179,8 @@ fn decode_to_rows(header: &[u8], data: &RegionSlice, payload: &Payload) -> Durat
     let view = RolloutView::new(Header::parse(header).unwrap(), data.clone()).unwrap();
     let fields: Vec<_> =
         payload.fields().iter().map(|field| view.ragged(field.name).unwrap()).collect();
-    let rows: Vec<Vec<&[u8]>> = fields
-        .iter()
-        .map(|field| field.iter().map(|row| row.unwrap().bytes()).collect())
-        .collect();
+    let rows: Vec<Vec<&[u8]>> =
+        fields.iter().map(|field| field.iter().map(|row| row.unwrap().bytes()).collect()).collect();
     black_box(&rows);
     let time = start.elapsed();
     for (rows, field) in rows.iter().zip(payload.fields()) {

@@ -151,10 +151,7 @@ fn meta(meta: &IndexMap<String, Value>) -> Result<Vec<Shown>> {
         .collect()
 }
 
-fn columns(
-    columns: &IndexMap<String, Column<'_>>,
-    in_envelope: bool,
-) -> Result<Vec<Shown>> {
+fn columns(columns: &IndexMap<String, Column<'_>>, in_envelope: bool) -> Result<Vec<Shown>> {
     let field = |(name, column): (&String, &Column<'_>)| {
         let (value, kind) = match column {
             Column::Dense(dense) => {

@@ -6,7 +6,7 @@ use transport_core::{Error, ErrorKind, Result, TensorMeta};
 
 use crate::{
     Array, BlobKind, Blobs, Column, Dense, Image, MediaList, Piece, Pixels, Scalars, TensorDict,
-    Value, element, json, msgpack,
+    Value, element, json, msgpack, value::MAX_EMPTY_LISTS,
 };
 
 impl Column<'_> {
@@ -33,6 +33,11 @@ impl Dense<'_> {
             return element::values(self.meta().dtype(), self.data());
         }
         let row = TensorMeta::new(self.meta().dtype(), shape)?;
+        if row.nbytes() == 0 && self.rows() > MAX_EMPTY_LISTS {
+            return Err(Error::new(ErrorKind::Corrupt, "list array", "too many empty rows")
+                .with("array", self.meta())
+                .with("max", MAX_EMPTY_LISTS));
+        }
         let bytes = self.data().to_bytes();
         let size = row.nbytes() as usize;
         (0..self.rows() as usize)

@@ -42,7 +42,8 @@ pub struct Array {
     data: Bytes,
 }
 
-const MAX_EMPTY_LISTS: u64 = 1 << 24;
+/// Lists that an array without elements may turn into.
+pub(crate) const MAX_EMPTY_LISTS: u64 = 1 << 20;
 
 /// Raw pixels of a decoded picture.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,7 +4,8 @@
 use std::sync::Mutex;
 
 use transport_core::{Error, Result};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use twox_hash::XxHash3_64;
+use xxhash_rust::xxh3::Xxh3;
 
 use super::{BLOCK_BYTES, narrow, plan::Planned};
 
@@ -57,7 +58,7 @@ pub(super) fn into(
             let segment = &segments[unit.segment];
             fill(segment, unit.start, unit.dest).map_err(|e| (segment.field, e))?;
             if checksums {
-                sums.push((index, unit.segment, xxh3_64(unit.dest)));
+                sums.push((index, unit.segment, XxHash3_64::oneshot(unit.dest)));
             }
         }
     };
@@ -148,7 +149,7 @@ pub(super) fn sum(bytes: &[u8]) -> u64 {
     let mut rest = bytes;
     loop {
         let (block, more) = rest.split_at(rest.len().min(BLOCK_BYTES as usize));
-        whole.update(&xxh3_64(block).to_le_bytes());
+        whole.update(&XxHash3_64::oneshot(block).to_le_bytes());
         rest = more;
         if rest.is_empty() {
             return whole.digest();

@@ -78,8 +78,7 @@ pub(super) enum What {
         data: Segment,
     },
     TensorDict {
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        nulls: Option<Segment>,
+        nulls: Segment,
         columns: Vec<Named<RaggedRecord>>,
     },
     Nested {
@@ -386,7 +385,7 @@ impl What {
                 visit(data);
             }
             Self::TensorDict { nulls, columns } => {
-                nulls.iter_mut().for_each(&mut *visit);
+                visit(nulls);
                 columns.iter_mut().for_each(|column| column.what.visit(visit));
             }
             Self::Nested { root } => root.visit(visit),
@@ -422,7 +421,7 @@ impl What {
                 check_flags(nulls.as_ref(), rows, "nulls")
             }
             Self::TensorDict { nulls, columns } => {
-                check_flags(nulls.as_ref(), rows, "nulls")?;
+                check_flags(Some(nulls), rows, "nulls")?;
                 check_names(columns.iter().map(|column| &column.name))?;
                 columns.iter().try_for_each(|column| column.what.check(rows))
             }

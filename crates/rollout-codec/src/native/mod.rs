@@ -19,7 +19,7 @@
 //! with zeros between them. Nothing else is allowed, so a header has exactly one reading. Offsets
 //! are 64-bit and count rows' steps (or elements, or bytes) from 0.
 //!
-//! A segment's checksum is the XXH3 of the XXH3s of its blocks of 1 MiB, so that many threads can
+//! A segment's checksum is the XXH3 of the XXH3s of its blocks of 128 KiB, so that many threads can
 //! make and verify it.
 //!
 //! # Writing and reading
@@ -43,8 +43,8 @@ pub use view::{RaggedView, RolloutView, RowRef};
 /// Alignment of segments in the data, in bytes.
 pub const ALIGNMENT: u64 = 64;
 
-/// Bytes that one checksum covers.
-pub const BLOCK_BYTES: u64 = 1 << 20;
+/// Bytes that one block of a checksum covers: source and destination fit in a second-level cache.
+pub const BLOCK_BYTES: u64 = 128 << 10;
 
 const fn align(n: u64) -> Option<u64> {
     match n.checked_add(ALIGNMENT - 1) {

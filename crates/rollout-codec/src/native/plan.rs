@@ -459,7 +459,7 @@ impl<'p> Builder<'p> {
 
     fn tensor_dict(&mut self, column: &'p TensorDict<'_>) -> Result<What> {
         let rows = column.nulls.len() as u64;
-        let nulls = self.set_flags(&column.nulls)?;
+        let nulls = self.flags(column.nulls.iter().copied())?;
         let mut columns = Vec::new();
         for (name, tensors) in &column.columns {
             if tensors.rows() != rows {

@@ -296,7 +296,7 @@ impl RolloutView {
                 })
             }
             What::TensorDict { nulls, columns } => {
-                let nulls = self.flags_or(nulls.as_ref(), rows)?;
+                let nulls = self.flags(nulls)?;
                 let mut map = IndexMap::new();
                 for column in columns {
                     let tensors = self.ragged_of(&column.what).and_then(|view| view.to_column());
@@ -402,14 +402,9 @@ impl RolloutView {
     }
 }
 
-/// Rows for which memory is made without any bytes to show for them.
-const MAX_BARE_ROWS: u64 = 1 << 32;
-
+/// Rows that have segments in memory: their number is no empty promise.
 fn checked_rows(rows: u64) -> Result<usize> {
-    match usize::try_from(rows) {
-        Ok(n) if rows <= MAX_BARE_ROWS => Ok(n),
-        _ => Err(corrupt("too many rows").with("rows", rows).with("max", MAX_BARE_ROWS)),
-    }
+    usize::try_from(rows).map_err(|_| corrupt("too many rows").with("rows", rows))
 }
 
 /// Reads every row once, so that a column that was accepted can always be shown.

@@ -1,10 +1,7 @@
 //! Objects that Mooncake's own Python code wrote are read value for value, kind for kind.
 
-mod golden;
-
 use std::num::NonZeroU64;
 
-use golden::{Golden, SAMPLES};
 use indexmap::IndexMap;
 use rollout_codec::{
     Column, Schema, Value,
@@ -13,6 +10,8 @@ use rollout_codec::{
     mooncake::{Dump, MemoryStore, ObjectStore, Place, Reader, Reference, Writer, cleanup, remove},
     notation::{self, Layout},
 };
+
+use crate::golden::{Golden, SAMPLES};
 
 #[test]
 fn every_sample_is_read_as_python_reads_it() {

@@ -1,8 +1,5 @@
 //! The native layout: what goes in comes out, bit for bit, from memory that stays alive.
 
-mod any;
-
-use any::{any_rollout, same_rollout};
 use proptest::prelude::*;
 use rollout_codec::{
     Column, Library, Ragged, Rollout, RowKind, Template, Value,
@@ -10,6 +7,8 @@ use rollout_codec::{
     payload::{Payload, Profile},
 };
 use transport_core::{Dtype, ErrorKind, RegionSlice};
+
+use crate::any::{any_rollout, same_rollout};
 
 fn encode(rollout: &Rollout<'_>, options: &Options, threads: usize) -> (Vec<u8>, RegionSlice) {
     let plan = Plan::new(rollout, options).unwrap();
