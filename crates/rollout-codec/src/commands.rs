@@ -173,10 +173,8 @@ fn nested_arrays(values: &mut IndexMap<String, Value>, like: Option<&Reference>)
         let leaves = encoded.metadata.get("leaves").and_then(Value::as_list).unwrap_or_default();
         for leaf in leaves {
             let about = |entry: &str| text(leaf.get("metadata").and_then(|m| m.get(entry)));
-            let library = match (
-                Codec::parse(&text(leaf.get("codec")).unwrap_or_default())?,
-                about("row_format").as_deref(),
-            ) {
+            let codec = Codec::parse(&text(leaf.get("codec")).unwrap_or_default())?;
+            let library = match (codec, about("row_format").as_deref()) {
                 (Codec::RaggedTensor, _) => Library::Torch,
                 (Codec::TypedRagged, Some("ndarray")) => Library::Numpy,
                 _ => continue,

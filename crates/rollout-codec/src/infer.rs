@@ -117,14 +117,15 @@ fn leaf(values: &[Value]) -> Result<Column<'static>> {
     if all(|v| matches!(v, Value::Str(_))) {
         return blobs(BlobKind::Utf8);
     }
-    if all(|v| matches!(v, Value::Map(_) | Value::List(_))) {
-        return blobs(BlobKind::MessagePack);
-    }
-    let mut kinds: IndexSet<String> = present.map(Value::kind).collect();
-    kinds.sort_unstable();
-    Err(Error::new(ErrorKind::InvalidInput, "infer column", "no codec fits rows of these kinds")
-        .with("kinds", kinds.into_iter().collect::<Vec<_>>().join(", "))
-        .remedy("declare the field in the schema, for example as msgpack_ragged"))
+    // Rows of several kinds, such as texts beside lists of messages, are objects if they can be.
+    blobs(BlobKind::MessagePack).map_err(|e| {
+        let mut kinds: IndexSet<String> = present.map(Value::kind).collect();
+        kinds.sort_unstable();
+        Error::new(ErrorKind::InvalidInput, "infer column", "no codec fits rows of these kinds")
+            .with("kinds", kinds.into_iter().collect::<Vec<_>>().join(", "))
+            .remedy("make the rows alike, or declare the field in the schema")
+            .source(e)
+    })
 }
 
 fn is_media(item: &Value) -> bool {
@@ -251,12 +252,13 @@ mod tests {
             ("[\"a\",null]", "Utf8"),
             ("[{\"a\":1},null]", "MessagePack"),
             ("[null,null]", "Json"),
+            ("[1,\"a\",[null]]", "MessagePack"),
         ] {
             let column = Column::infer(&rows(text)).unwrap();
             assert!(format!("{column:?}").contains(wanted), "{text}: {column:?}");
             assert_eq!(column.to_values().unwrap(), rows(text));
         }
-        assert!(Column::infer(&rows("[1,\"a\"]")).is_err());
+        assert!(Column::infer(&[array(1), Value::Int(1)]).is_err());
     }
 
     #[test]

@@ -13,6 +13,7 @@
 
 mod column;
 pub mod commands;
+mod contract;
 mod element;
 mod frameworks;
 mod infer;

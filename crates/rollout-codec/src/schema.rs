@@ -366,6 +366,11 @@ impl Schema {
         self
     }
 
+    /// Whether fields that are not listed are refused.
+    pub fn is_strict(&self) -> bool {
+        self.strict
+    }
+
     /// The listed fields.
     pub fn fields(&self) -> &IndexMap<String, FieldSchema> {
         &self.fields

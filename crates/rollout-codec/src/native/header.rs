@@ -3,8 +3,8 @@
 use transport_core::{Dtype, ErrorKind, Result};
 use xxhash_rust::xxh3::Xxh3;
 
-use super::index::{Index, What, corrupt};
-use crate::Section;
+use super::index::{Index, ShapeRecord, What, corrupt};
+use crate::{Section, Template};
 
 const MAGIC: [u8; 8] = *b"FSROLLUT";
 const VERSION: u32 = 1;
@@ -161,6 +161,21 @@ impl Header {
                 checksums: segments.iter().all(|segment| segment.xxh3.is_some()),
             }
         })
+    }
+
+    /// The shape of a ragged field's rows; `None` if they have none in common or it is no ragged
+    /// field.
+    pub fn template(&self, name: &str) -> Option<Template> {
+        match &self.index.fields.iter().find(|field| field.name == name)?.what {
+            What::Ragged(record) => match &record.shape {
+                ShapeRecord::Template { before, after } => Some(Template {
+                    before: before.as_slice().into(),
+                    after: after.as_slice().into(),
+                }),
+                ShapeRecord::Irregular { .. } => None,
+            },
+            _ => None,
+        }
     }
 
     /// The bytes of the data that hold the field `name`, for reading it alone.

@@ -31,14 +31,18 @@ mod gather;
 mod header;
 mod index;
 mod narrow;
+mod options;
 mod plan;
+mod ragged_view;
 mod select;
 mod view;
 
 pub use header::{FieldInfo, Header, Limits};
-pub use plan::{Dedup, Options, Plan};
+pub use options::{Dedup, Options};
+pub use plan::Plan;
+pub use ragged_view::{RaggedView, RowRef};
 pub use select::{Fragment, Locator, ReadLimits, ReadPlan, ReadRequest, read_plan};
-pub use view::{RaggedView, RolloutView, RowRef};
+pub use view::RolloutView;
 
 /// Alignment of segments in the data, in bytes.
 pub const ALIGNMENT: u64 = 64;

@@ -7,7 +7,7 @@ use transport_core::{Error, ErrorKind, RegionSlice, Result};
 use super::{
     Header,
     index::{Runs, Segment, ShapeRecord, What},
-    view::{Words, check_runs, sub_range},
+    ragged_view::{Words, check_runs, sub_range},
 };
 
 const OPERATION: &str = "plan reads";

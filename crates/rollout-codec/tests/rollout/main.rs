@@ -5,3 +5,4 @@ mod golden;
 mod hostile;
 mod mooncake;
 mod native;
+mod schema;
