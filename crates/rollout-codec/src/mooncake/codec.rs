@@ -38,9 +38,7 @@ impl Payloads<'_> {
     fn array(&self, payload: &str) -> Result<&Array> {
         match self.member(payload)? {
             MemberData::Array(array) => Ok(array),
-            MemberData::Bytes(_) => {
-                Err(corrupt("a payload is bytes, not an array").with("payload", payload))
-            }
+            _ => Err(corrupt("a payload is not an array").with("payload", payload)),
         }
     }
 
@@ -48,6 +46,9 @@ impl Payloads<'_> {
         Ok(match self.member(payload)? {
             MemberData::Array(array) => array.data(),
             MemberData::Bytes(bytes) => bytes,
+            MemberData::Jagged(_) => {
+                return Err(corrupt("a payload is a nested tensor").with("payload", payload));
+            }
         })
     }
 
@@ -159,15 +160,14 @@ fn ragged(
     let default = if torch { "torch.float32" } else { "int64" };
     let dtype: Dtype =
         metadata.get("dtype").map_or(Some(default), Value::as_str).unwrap_or_default().parse()?;
-    let data = match payloads.member("data")? {
-        MemberData::Bytes(bytes) => bytes,
-        MemberData::Array(array) if array.dtype() == dtype => array.data(),
-        MemberData::Array(array) => {
-            return Err(corrupt("the data is not of the declared element type")
-                .with("declared", dtype)
-                .with("found", array.meta()));
-        }
-    };
+    let data = payloads.bytes("data")?;
+    if let MemberData::Array(array) = payloads.member("data")?
+        && array.dtype() != dtype
+    {
+        return Err(corrupt("the data is not of the declared element type")
+            .with("declared", dtype)
+            .with("found", array.meta()));
+    }
     let size = dtype.size();
     if !(data.len() as u64).is_multiple_of(size) {
         return Err(corrupt("the data ends within an element").with("bytes", data.len()));

@@ -3,26 +3,28 @@
 use bytes::Bytes;
 use transport_core::{Dtype, Error, ErrorKind, Result, TensorMeta};
 
-use super::{Payload, tensor};
-use crate::{Array, Library, Value, element};
+use super::{Payload, jagged, tensor};
+use crate::{Array, Library, Ragged, Value, element};
 
 /// Name of the entry of the metadata that describes the members.
 pub(crate) const SPECS: &str = "__mooncake_structured_fields__";
 
 /// A member as it was read.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Member {
     /// What it is.
     pub data: MemberData,
 }
 
 /// What a member is.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub enum MemberData {
     /// A run of bytes.
     Bytes(Bytes),
     /// A numpy array or torch tensor.
     Array(Array),
+    /// A nested torch tensor.
+    Jagged(Ragged<'static>),
 }
 
 impl Member {
@@ -47,7 +49,8 @@ impl Member {
                         return unsupported("torch_save payloads are pickles and are not read");
                     }
                     Some("tensor_parts") => {
-                        return unsupported("nested torch tensors are not read");
+                        let spec = spec.expect("an encoding was found in it");
+                        MemberData::Jagged(jagged::parse(spec, &payload)?)
                     }
                     _ => MemberData::Array(tensor::parse(&payload)?),
                 }
@@ -60,9 +63,10 @@ impl Member {
         Ok(Self { data })
     }
 
-    /// The value as Mooncake's reader gives it: bytes from its pool are an array of uint8.
-    pub fn to_value(&self) -> Value {
-        match &self.data {
+    /// The value as Mooncake's reader gives it: bytes from its pool are an array of uint8. A nested
+    /// tensor is a list of tensors.
+    pub fn to_value(&self) -> Result<Value> {
+        Ok(match &self.data {
             MemberData::Bytes(bytes) if bytes.is_empty() => Value::Bytes(bytes.clone()),
             MemberData::Bytes(bytes) => {
                 let meta = TensorMeta::new(Dtype::Uint8, [bytes.len() as u64]);
@@ -71,7 +75,8 @@ impl Member {
                 Value::Array(array.expect("as long as itself"))
             }
             MemberData::Array(array) => Value::Array(array.clone()),
-        }
+            MemberData::Jagged(rows) => Value::List(rows.to_values()?),
+        })
     }
 }
 

@@ -12,6 +12,7 @@
 mod codec;
 mod dump;
 mod encode;
+mod jagged;
 mod manifest;
 mod member;
 mod reader;

@@ -198,7 +198,7 @@ impl Members {
     pub fn decoded(&self) -> Result<Value> {
         let (mut values, mut kinds) = (IndexMap::new(), IndexMap::new());
         for (name, member) in &self.members {
-            let value = member.to_value();
+            let value = member.to_value()?;
             values.insert(name.clone(), notation::plain(&value)?);
             kinds.insert(name.clone(), map([("value", Value::Str(value.kind()))]));
         }
@@ -218,6 +218,7 @@ fn whole(members: &IndexMap<String, Member>, name: &str) -> Result<Column<'stati
             Dense::new(array.library(), array.meta().clone(), array.data().clone())
                 .map(Column::Dense)
         }
+        Some(MemberData::Jagged(rows)) => Ok(Column::Ragged(rows.clone())),
         Some(MemberData::Bytes(_)) => Err(corrupt("a field is bytes without a codec")),
         None => Err(Error::new(ErrorKind::NotFound, "read field", "a member is missing")
             .with("member", name)),

@@ -205,6 +205,15 @@ impl<'s, S: ObjectStore + ?Sized> Writer<'s, S> {
                     array.meta().clone(),
                     array.data().clone(),
                 )?)?,
+                super::MemberData::Jagged(_) => {
+                    return Err(Error::new(
+                        ErrorKind::Unsupported,
+                        "write structured object",
+                        "nested tensors are only read",
+                    )
+                    .with("member", name)
+                    .remedy("write their rows as a ragged column"));
+                }
             };
             Ok((name.clone(), out))
         };
