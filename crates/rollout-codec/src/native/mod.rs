@@ -27,6 +27,8 @@
 //! [`Plan::encode_into`] gathers it once, in parallel. [`RolloutView`] reads it without a copy,
 //! whole or by field, and [`read_plan`] finds what to fetch for some rows, or parts of rows, only.
 
+#[cfg(feature = "arrow")]
+mod arrow;
 mod gather;
 mod header;
 mod index;
