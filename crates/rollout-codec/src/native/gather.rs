@@ -1,7 +1,7 @@
 //! The one copy: rows into the data, on several threads, with checksums while the bytes are still
 //! in the cache.
 
-use std::sync::Mutex;
+use std::{hash::Hasher, sync::Mutex};
 
 use transport_core::{Error, Result};
 use twox_hash::XxHash3_64;
@@ -56,9 +56,11 @@ pub(super) fn into(
             let Some((index, unit)) = next else { return Ok(sums) };
             unit.padding.fill(0);
             let segment = &segments[unit.segment];
-            fill(segment, unit.start, unit.dest).map_err(|e| (segment.field, e))?;
-            if checksums {
-                sums.push((index, unit.segment, XxHash3_64::oneshot(unit.dest)));
+            let mut hasher = checksums.then(XxHash3_64::new);
+            fill(segment, unit.start, unit.dest, hasher.as_mut())
+                .map_err(|e| (segment.field, e))?;
+            if let Some(hasher) = hasher {
+                sums.push((index, unit.segment, hasher.finish()));
             }
         }
     };
@@ -82,8 +84,17 @@ pub(super) fn into(
     Ok(Some(hashers.iter().map(Xxh3::digest).collect()))
 }
 
-/// Fills `dest` with the bytes of `segment` from `start` on.
-fn fill(segment: &Planned<'_>, start: u64, dest: &mut [u8]) -> Result<()> {
+/// Bytes that are copied before they are hashed. A larger copy may go past the caches, and the
+/// hash would have to fetch from memory what was just written.
+const STRIDE: usize = 4 << 10;
+
+/// Fills `dest` with the bytes of `segment` from `start` on, and hashes them.
+fn fill(
+    segment: &Planned<'_>,
+    start: u64,
+    dest: &mut [u8],
+    mut hasher: Option<&mut XxHash3_64>,
+) -> Result<()> {
     let first = segment.sources.partition_point(|(at, _)| *at <= start).saturating_sub(1);
     let mut at = start;
     let mut dest = dest;
@@ -97,7 +108,16 @@ fn fill(segment: &Planned<'_>, start: u64, dest: &mut [u8]) -> Result<()> {
             None => {
                 let from = &bytes[skip as usize..];
                 let len = from.len().min(dest.len());
-                dest[..len].copy_from_slice(&from[..len]);
+                match hasher.as_deref_mut() {
+                    None => dest[..len].copy_from_slice(&from[..len]),
+                    Some(hasher) => {
+                        let strides = dest[..len].chunks_mut(STRIDE).zip(from.chunks(STRIDE));
+                        for (to, from) in strides {
+                            to.copy_from_slice(&from[..to.len()]);
+                            hasher.write(to);
+                        }
+                    }
+                }
                 len
             }
             Some((wide, wire)) => {
@@ -108,6 +128,9 @@ fn fill(segment: &Planned<'_>, start: u64, dest: &mut [u8]) -> Result<()> {
                 let len = (elements * wire.size()) as usize;
                 let from = &from[..(elements * wide.size()) as usize];
                 narrow::elements(wide, from, wire, &mut dest[..len])?;
+                if let Some(hasher) = hasher.as_deref_mut() {
+                    hasher.write(&dest[..len]);
+                }
                 len
             }
         };
