@@ -26,11 +26,13 @@ pub enum Dtype {
     Uint64,
     Float8E4m3fn,
     Float8E5m2,
+    Complex64,
+    Complex128,
 }
 
 impl Dtype {
     /// Every element type, capture types first.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 17] = [
         Self::Float32,
         Self::Float64,
         Self::Float16,
@@ -46,6 +48,8 @@ impl Dtype {
         Self::Uint64,
         Self::Float8E4m3fn,
         Self::Float8E5m2,
+        Self::Complex64,
+        Self::Complex128,
     ];
 
     /// The name on the wire, such as `bfloat16`.
@@ -66,13 +70,16 @@ impl Dtype {
             Self::Uint64 => "uint64",
             Self::Float8E4m3fn => "float8_e4m3fn",
             Self::Float8E5m2 => "float8_e5m2",
+            Self::Complex64 => "complex64",
+            Self::Complex128 => "complex128",
         }
     }
 
-    /// Bytes of one element: 1, 2, 4 or 8.
+    /// Bytes of one element: 1, 2, 4, 8 or 16.
     pub const fn size(self) -> u64 {
         match self {
-            Self::Float64 | Self::Int64 | Self::Uint64 => 8,
+            Self::Complex128 => 16,
+            Self::Float64 | Self::Int64 | Self::Uint64 | Self::Complex64 => 8,
             Self::Float32 | Self::Int32 | Self::Uint32 => 4,
             Self::Float16 | Self::Bfloat16 | Self::Int16 | Self::Uint16 => 2,
             Self::Int8 | Self::Uint8 | Self::Bool | Self::Float8E4m3fn | Self::Float8E5m2 => 1,

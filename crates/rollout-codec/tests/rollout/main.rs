@@ -1,0 +1,8 @@
+//! Rollouts through both layouts, from friends and from foes.
+
+mod any;
+mod golden;
+mod hostile;
+mod mooncake;
+mod native;
+mod schema;
