@@ -45,7 +45,7 @@ pub enum Ask {
     Health,
     /// Close.
     Close,
-    /// Give up another question, whose asker has gone away.
+    /// Give up another question, whose asker has gone away, and undo what it has published.
     Drop {
         /// Number of that question.
         id: u64,
@@ -190,12 +190,13 @@ pub fn read_ask(input: &mut impl BufRead) -> Result<Option<(u64, Ask)>> {
 struct Asking<'a> {
     publisher: &'a RemotePublisher,
     id: u64,
+    answered: bool,
 }
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        let unanswered = self.publisher.pending.lock().expect("no panic").remove(&self.id);
-        if unanswered.is_some() {
+        self.publisher.pending.lock().expect("no panic").remove(&self.id);
+        if !self.answered {
             let mut question = line("drop");
             (question.id, question.deadline_ms) = (u64::MAX, self.id);
             let text = serde_json::to_string(&question).expect("plain data") + "\n";
@@ -273,7 +274,7 @@ impl RemotePublisher {
         line.id = self.next.fetch_add(1, Ordering::Relaxed);
         let (send, receive) = oneshot::channel();
         self.pending.lock().expect("no panic").insert(line.id, send);
-        let _asking = Asking { publisher: self, id: line.id };
+        let mut asking = Asking { publisher: self, id: line.id, answered: false };
         let text = serde_json::to_string(&line).expect("plain data") + "\n";
         let (stdin, bytes) = (self.stdin.clone(), bytes.to_vec());
         // A task of its own: half a question, left by an asker that went away, would spoil the next.
@@ -287,6 +288,7 @@ impl RemotePublisher {
         .expect("writing does not panic")
         .map_err(|_| gone())?;
         let answer = receive.await.map_err(|_| gone())?;
+        asking.answered = true;
         match answer.failure {
             Some(failure) => Err(failure.into_error(operation)),
             None => Ok(answer.ok.unwrap_or_default()),

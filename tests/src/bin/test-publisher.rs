@@ -3,9 +3,13 @@
 //! Argument: the size of the arena in bytes. Speaks the lines of `featurestore_tests::remote`.
 #![forbid(unsafe_code)]
 
-use std::{io::Write, sync::Arc};
+use std::{
+    collections::HashMap,
+    io::Write,
+    sync::{Arc, Mutex},
+};
 
-use capture_arena::{Arena, ArenaConfig, Backing};
+use capture_arena::{Arena, ArenaConfig, Backing, FreeRequest, ObjectList};
 use featurestore_tests::remote::{Answer, Ask, Failure, read_ask};
 use transport_core::{Error, ErrorKind, Result, Transport};
 use transport_mooncake_direct::{CaptureSink, DirectTransport, SinkConfig};
@@ -30,31 +34,50 @@ async fn main() -> Result<()> {
             }
         }
     });
-    let mut running = std::collections::HashMap::new();
+    let mut running = HashMap::new();
+    let published: Published = Arc::default();
     while let Some((id, ask)) = queue.recv().await {
         if let Ask::Drop { id } = ask {
             if let Some(task) = running.remove(&id) {
-                tokio::task::AbortHandle::abort(&task);
+                let task: tokio::task::JoinHandle<()> = task;
+                task.abort();
+                let _ = task.await; // what it has published is on the books now
             }
+            let objects = published.lock().expect("no panic").remove(&id).unwrap_or_default();
+            let arena = transport.sink().expect("a publisher").arena();
+            arena.free(FreeRequest { client: None, objects, reply: None });
             continue;
         }
-        let transport = transport.clone();
+        let (transport, published) = (transport.clone(), published.clone());
         let task = tokio::spawn(async move {
-            let (ok, failure) = match obey(&*transport, ask).await {
+            let (ok, failure) = match obey(&*transport, ask, id, &published).await {
                 Ok(value) => (Some(value), None),
                 Err(error) => (None, Some(Failure::from(&error))),
             };
             say(&Answer { id, ok, failure });
         });
-        running.insert(id, task.abort_handle());
+        running.insert(id, task);
     }
     transport.close().await
 }
 
-async fn obey(transport: &dyn Transport, ask: Ask) -> Result<serde_json::Value> {
+/// Objects of each `publish`, for as long as its asker may turn out to be gone.
+type Published = Arc<Mutex<HashMap<u64, ObjectList>>>;
+
+async fn obey(
+    transport: &dyn Transport,
+    ask: Ask,
+    id: u64,
+    published: &Published,
+) -> Result<serde_json::Value> {
     match ask {
         Ask::Publish { batch, options } => {
             let described = transport.publish(batch, options).await?;
+            let objects = described.iter().flat_map(|descriptor| {
+                let seqs = descriptor.features.values().map(|feature| feature.seq);
+                descriptor.keys().map(|key| key.to_string()).zip(seqs).collect::<Vec<_>>()
+            });
+            published.lock().expect("no panic").insert(id, objects.collect());
             let mut results = Vec::new();
             for descriptor in described {
                 let outcome = control_proto::capture::CaptureOutcome::Captured(descriptor);
