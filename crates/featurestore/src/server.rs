@@ -54,6 +54,7 @@ pub struct CaptureServer {
     state: Arc<Shared>,
     listener: TcpListener,
     http: SocketAddr,
+    allow: AllowList,
 }
 
 #[derive(Debug)]
@@ -138,7 +139,7 @@ impl CaptureServer {
             places: Semaphore::new(config.max_in_flight),
             counts: Counts::default(),
         });
-        Ok(Self { state, listener, http })
+        Ok(Self { state, listener, http, allow: AllowList::new(config.allow.clone()) })
     }
 
     /// What to print once the server can be reached.
@@ -161,7 +162,7 @@ impl CaptureServer {
             .route("/health", get(health))
             .route("/metrics", get(prometheus))
             .with_state(self.state.clone());
-        listen::serve(self.listener, app, end, GRACE).await;
+        listen::serve(self.listener, app, &self.allow, end, GRACE).await;
         let closed = self.state.sink.close().await;
         self.state.arena.close();
         closed

@@ -177,7 +177,10 @@ async fn capture(state: &Arc<Shared>, prompts: &Arc<[Prompt]>, asked: Asked) -> 
                     holder: asked.holder.clone(),
                 },
             )),
-            Err(error) => rows[i] = Some(failed(prompt, &error, false)),
+            Err(error) => {
+                bump(&state.counts.failed, 1);
+                rows[i] = Some(failed(prompt, &error, false));
+            }
         }
     }
     let start = Instant::now();

@@ -10,6 +10,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use tokio::{net::TcpListener, sync::Semaphore, task::JoinSet, time::sleep};
+use transport_mooncake_direct::AllowList;
 
 /// Connections at a time; more wait to be accepted.
 const CONNECTIONS: usize = 1024;
@@ -18,11 +19,12 @@ const HEAD: Duration = Duration::from_secs(20);
 /// Pause after a connection could not be accepted, as when file descriptors have run out.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Serves until `end`, then lets requests in flight finish for at most `grace`. What is left then
+/// Serves whom `allow` lets connect until `end`, then lets requests in flight finish for at most `grace`. What is left then
 /// is cut off.
 pub(super) async fn serve(
     listener: TcpListener,
     app: Router,
+    allow: &AllowList,
     end: impl Future<Output = ()>,
     grace: Duration,
 ) {
@@ -33,13 +35,16 @@ pub(super) async fn serve(
     loop {
         let accepted = async {
             let place = places.clone().acquire_owned().await.expect("never closed");
-            listener.accept().await.map(|(stream, _)| (place, stream))
+            listener.accept().await.map(|(stream, peer)| (place, stream, peer))
         };
         tokio::select! {
             () = &mut end => break,
             Some(_) = connections.join_next() => {}
             accepted = accepted => match accepted {
-                Ok((place, stream)) => {
+                Ok((_, _, peer)) if !allow.allows(peer.ip()) => {
+                    tracing::debug!(%peer, "not on the list of networks that may connect");
+                }
+                Ok((place, stream, _)) => {
                     let _ = stream.set_nodelay(true); // slower without, never wrong
                     let mut http = http1::Builder::new();
                     http.timer(TokioTimer::new()).header_read_timeout(HEAD);

@@ -534,3 +534,14 @@ fn real_captures_are_served_by_the_name_of_their_file() {
     let (_, rows) = server.generate(&[], &request(&[("minilm-9999", &ids)]));
     assert!(result(&rows[0])["error"].is_string(), "{rows}");
 }
+
+#[test]
+fn networks_that_may_not_connect_are_turned_away_from_http_too() {
+    let server = Server::start(&["capture-server", "--arena", "1MiB", "--allow", "10.0.0.0/8"]);
+    let mut stream =
+        std::net::TcpStream::connect(server.address("http")).expect("the port is open");
+    let _ = std::io::Write::write_all(&mut stream, b"GET /health HTTP/1.1\r\n\r\n");
+    let mut answer = Vec::new();
+    let _ = std::io::Read::read_to_end(&mut stream, &mut answer); // a reset is as good as an end
+    assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+}
