@@ -72,6 +72,10 @@ unsafe impl Sync for Span {}
 pub struct RegionMut(Span);
 
 /// Counted view of bytes that nobody writes any more. Cloning and slicing copy no bytes.
+///
+/// A view into another process's memory ([`Destination::View`](crate::Destination::View)) keeps that
+/// promise only until its sample is released or its lease ends: whoever made the view must drop it
+/// before that.
 #[derive(Clone)]
 pub struct RegionSlice(Span);
 
@@ -97,8 +101,6 @@ impl RegionMut {
     pub const ALIGNMENT: usize = 512;
 
     /// Allocates `len` zeroed bytes on the heap, aligned to [`Self::ALIGNMENT`].
-    ///
-    /// The operating system provides the pages on first touch.
     pub fn zeroed(len: usize) -> Result<Self> {
         let layout = Layout::from_size_align(len.max(1), Self::ALIGNMENT).map_err(|_| {
             Error::new(ErrorKind::InvalidInput, "allocate region", "too large for an address space")
