@@ -152,12 +152,12 @@ fn frees() {
 
 /// The cost of one small sample, whatever their number.
 fn samples() {
-    println!("\nsamples of 4 KiB: fetch in calls of 64, then release, microseconds a sample");
+    println!("\nsamples of 4 KiB: fetch, then release, both in calls of 64; microseconds a sample");
     println!("(every page touched before, nothing of it in a cache)");
     let mut evict = vec![0u8; 64 * MIB];
     println!(
-        "{:>10} {:>12} {:>12} {:>12} {:>12}",
-        "", "shm fetch", "release", "tcp fetch", "release"
+        "{:>10} {:>12} {:>12} {:>12} {:>12} {:>12} {:>12}",
+        "", "shm fetch", "release", "both", "tcp fetch", "release", "both"
     );
     for count in [64, 1000, 10_000, 100_000] {
         print!("{count:>10}");
@@ -182,7 +182,7 @@ fn samples() {
                 }
                 let fetched = start.elapsed() / count as u32;
                 let start = Instant::now();
-                for call in all.chunks(4096) {
+                for call in all.chunks(64) {
                     release(&consumer, call);
                 }
                 if round > 0 {
@@ -190,7 +190,8 @@ fn samples() {
                     releasing.push(start.elapsed() / count as u32);
                 }
             }
-            for times in [fetching, releasing] {
+            let both = fetching.iter().zip(&releasing).map(|(a, b)| *a + *b).collect();
+            for times in [fetching, releasing, both] {
                 let median = Measured::of(times).median;
                 print!(" {:>12.2}", median.as_secs_f64() * 1e6);
             }
