@@ -11,6 +11,7 @@ mod golden;
 mod libtest;
 mod lint;
 mod machine;
+mod mooncake;
 mod process;
 mod soak;
 mod test;
@@ -57,6 +58,8 @@ enum Command {
     },
     /// Checks that nothing is uncommitted and that a fresh clone builds
     CleanCheck,
+    /// Installs the released Mooncake wheel below the target directory, for the tests that need it
+    MooncakeVenv,
 }
 
 fn main() -> ExitCode {
@@ -69,6 +72,7 @@ fn main() -> ExitCode {
             Command::Golden => golden::run(&workspace),
             Command::Soak { minutes } => soak::run(&workspace, minutes),
             Command::CleanCheck => clean::run(&workspace),
+            Command::MooncakeVenv => mooncake::run(&workspace),
         }
     });
     match done {
