@@ -272,7 +272,8 @@ fn rate(measured: &Measured, bytes: usize) -> String {
 
 /// Runs both in turn until the budget of each is used up, at least 7 times.
 fn in_turn(budget: Duration, mut a: impl FnMut(), mut b: impl FnMut()) -> (Measured, Measured) {
-    (a(), b());
+    a();
+    b();
     let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
     let start = Instant::now();
     while start.elapsed() < 2 * budget || of_a.len() < 7 {
