@@ -1,5 +1,5 @@
 //! The direct transport: samples are read out of the memory of the process that captured them.
-#![deny(unsafe_code)] // but for the engines that say otherwise
+#![forbid(unsafe_code)] // mappings are capture-arena's; an engine for devices will need some
 
 mod claims;
 mod control;
