@@ -101,7 +101,25 @@ pub(crate) async fn open(
         let pool = config.pool.unwrap_or(DEFAULT_POOL);
         builder.engine(Engine::Tcp).pool(RegionPool::new(Backing::heap(pool.get())?)?)
     };
-    Ok((Arc::new(builder.build()?), choice))
+    let transport = Arc::new(builder.build()?);
+    announce(transport.clone(), servers.to_vec()).await;
+    Ok((transport, choice))
+}
+
+/// Tells the servers who this client is, before anything is captured for it: what is published for
+/// it from then on is held for it, and its first fetch needs no round trip of its own.
+async fn announce(transport: Arc<DirectTransport>, servers: Vec<SessionName>) {
+    let announced = tokio::task::spawn_blocking(move || {
+        for server in servers {
+            if let Err(error) = transport.announce(&server, Instant::now() + PROBE) {
+                // Older servers know no clients; a fetch works without, and says what is wrong.
+                tracing::debug!(%server, %error, "not announced");
+            }
+        }
+    });
+    if announced.await.is_err() {
+        tracing::error!("announcing this client panicked");
+    }
 }
 
 /// Decides which transport reads from `servers`, given by their control addresses.
