@@ -119,8 +119,8 @@ async fn the_conformance_suite_holds() {
             "views_show_the_bytes",
             "views_are_unmoved_by_other_samples",
             "views_of_the_replaced_life_stay",
-            "an_older_publisher_is_read",
             "a_killed_publisher_is_an_error_in_time",
+            "an_older_publisher_is_read",
         ]
     );
     assert!(passed >= 25, "{passed}");

@@ -17,7 +17,11 @@ use mooncake_sys::{EngineApi, Submission};
 use parking_lot::Mutex;
 use transport_core::{Epoch, Error, ErrorKind, Result, SessionName};
 
-use super::{Protocol, gate::Gate, memory::Memory};
+use super::{
+    Protocol,
+    gate::Gate,
+    memory::{Failed, Memory},
+};
 use crate::{
     ReadOp, ReadOptions,
     tcp::{ReadError, check_epoch, fetch_metadata},
@@ -25,6 +29,8 @@ use crate::{
 
 /// How long the peer handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(5);
+/// Most connections that Mooncake keeps to one tcp peer.
+const MAX_LANES: usize = 16;
 const START: &str = "start mooncake engine";
 
 /// How a [`MooncakeEngine`] behaves.
@@ -251,18 +257,37 @@ impl MooncakeEngine {
                 .remedy("run fewer reads at a time; Mooncake's calls keep a core each")
         };
         let place = inner.gate.enter(options.deadline).ok_or_else(late)?;
-        let timeout = options.deadline.saturating_duration_since(Instant::now());
-        if timeout.is_zero() {
-            return Err(late().into());
-        }
         let bytes: u64 = ops.iter().map(|op| op.dst.len() as u64).sum();
         let count = ops.len() as u64;
-        let read = inner.memory.read(session, ops, inner.options.submission, timeout);
+        let mut retries = match inner.options.protocol {
+            Protocol::Tcp => MAX_LANES,
+            _ => 0,
+        };
+        let ops = loop {
+            let timeout = options.deadline.saturating_duration_since(Instant::now());
+            if timeout.is_zero() {
+                return Err(late().into());
+            }
+            let read = inner.memory.read(session, ops, inner.options.submission, timeout);
+            let Failed { op, error, ops: kept } = match read {
+                Ok(ops) => break ops,
+                Err(failed) => failed,
+            };
+            let (alive, error) = inner.explain(session, &metadata, error);
+            match kept {
+                // Connections in Mooncake's own pool may lead to a former life of the peer: each of
+                // them fails one read, and is replaced.
+                Some(kept) if alive && retries > 0 => {
+                    retries -= 1;
+                    ops = kept;
+                }
+                _ => {
+                    inner.peers.lock().remove(session);
+                    return Err(ReadError { op, error });
+                }
+            }
+        };
         drop(place);
-        let ops = read.map_err(|(op, error)| {
-            inner.peers.lock().remove(session);
-            ReadError { op, error: inner.explain(session, &metadata, error) }
-        })?;
         inner.reads.fetch_add(count, Ordering::Relaxed);
         inner.bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(ops)
@@ -349,33 +374,45 @@ impl Inner {
         Ok(told)
     }
 
-    /// Asks the peer itself where Mooncake does not say why a read failed.
-    fn explain(&self, session: &SessionName, before: &SegmentDescriptor, error: Error) -> Error {
+    /// Asks the peer itself where Mooncake does not say why a read failed; and whether the peer is as
+    /// it was before.
+    fn explain(
+        &self,
+        session: &SessionName,
+        before: &SegmentDescriptor,
+        error: Error,
+    ) -> (bool, Error) {
         if error.kind() != ErrorKind::Unexpected {
-            return error;
+            return (false, error);
         }
-        match fetch_metadata(session, &self.own, Instant::now() + Duration::from_secs(2)) {
-            Err(gone) if matches!(gone.kind(), ErrorKind::PeerGone | ErrorKind::Timeout) => {
-                gone.source(error)
-            }
-            Ok(now)
-                if now.buffers != before.buffers
-                    || now.featurestore_epoch != before.featurestore_epoch
-                    || now.tcp_data_port != before.tcp_data_port =>
-            {
-                Error::new(
-                    ErrorKind::PeerGone,
-                    "read",
-                    "the peer was replaced, or its memory changed",
-                )
-                .with("peer", session)
-                .remedy("fetch with a new descriptor")
-                .source(error)
-            }
-            _ => error
-                .with("peer_alive", "yes, unchanged")
-                .remedy("the peer may have refused the range; Mooncake's log says why"),
-        }
+        let error =
+            match fetch_metadata(session, &self.own, Instant::now() + Duration::from_secs(2)) {
+                Err(gone) if matches!(gone.kind(), ErrorKind::PeerGone | ErrorKind::Timeout) => {
+                    gone.source(error)
+                }
+                Ok(now)
+                    if now.buffers != before.buffers
+                        || now.featurestore_epoch != before.featurestore_epoch
+                        || now.tcp_data_port != before.tcp_data_port =>
+                {
+                    Error::new(
+                        ErrorKind::PeerGone,
+                        "read",
+                        "the peer was replaced, or its memory changed",
+                    )
+                    .with("peer", session)
+                    .remedy("fetch with a new descriptor")
+                    .source(error)
+                }
+                Ok(_) => {
+                    let error = error
+                        .with("peer_alive", "yes, unchanged")
+                        .remedy("the peer may have refused the range; Mooncake's log says why");
+                    return (true, error);
+                }
+                Err(_) => error,
+            };
+        (false, error)
     }
 }
 

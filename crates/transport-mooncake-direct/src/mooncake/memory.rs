@@ -31,6 +31,15 @@ pub(super) struct Memory {
     registrations: AtomicU64,
 }
 
+/// A read that failed.
+#[derive(Debug)]
+pub(super) struct Failed {
+    pub(super) op: Option<usize>,
+    pub(super) error: Error,
+    /// The operations, if nothing is written into them any more.
+    pub(super) ops: Option<Vec<ReadOp>>,
+}
+
 /// Destinations of a read that is not over.
 #[derive(Debug)]
 struct Quarantined {
@@ -100,14 +109,14 @@ impl Memory {
     }
 
     /// Fills the destinations of `ops` from one peer. Those of a read that is not over when this
-    /// fails go into quarantine; all others of a failed read are dropped.
+    /// fails go into quarantine; else they come back.
     pub(super) fn read(
         &self,
         peer: &SessionName,
         mut ops: Vec<ReadOp>,
         submission: Submission,
         timeout: Duration,
-    ) -> Result<Vec<ReadOp>, (Option<usize>, Error)> {
+    ) -> Result<Vec<ReadOp>, Failed> {
         let full = |op: &ReadOp| !op.dst.is_empty();
         let places: Vec<_> = (0..ops.len()).filter(|&i| full(&ops[i])).collect();
         let pieces: Vec<_> = ops
@@ -123,10 +132,15 @@ impl Memory {
         match unsafe { self.api.read(peer, &pieces, submission, timeout) } {
             Ok(()) => Ok(ops),
             Err(ReadFailure { error, piece, running }) => {
-                if let Some(running) = running {
-                    self.quarantine(Quarantined { running, ops });
-                }
-                Err((piece.and_then(|piece| places.get(piece).copied()), error))
+                let op = piece.and_then(|piece| places.get(piece).copied());
+                let ops = match running {
+                    None => Some(ops),
+                    Some(running) => {
+                        self.quarantine(Quarantined { running, ops });
+                        None
+                    }
+                };
+                Err(Failed { op, error, ops })
             }
         }
     }
