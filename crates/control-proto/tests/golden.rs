@@ -21,7 +21,7 @@ use control_proto::{
 use indexmap::IndexMap;
 use transport_core::{
     ArenaLocation, ClientId, Descriptor, Dtype, Epoch, FeatureDescriptor, FeatureName, Generation,
-    Health, Location, RemoteAddr, SampleId, SampleKey, Sequence, StoreId, TensorMeta,
+    Health, Location, MapMark, RemoteAddr, SampleId, SampleKey, Sequence, StoreId, TensorMeta,
     TokenLocation,
 };
 
@@ -436,7 +436,11 @@ fn control_lines_are_read() {
     let Request::Free { id: 2, epoch: EPOCH, objects } = &parsed[4] else { panic!("not a free") };
     let found: Vec<_> = objects.iter().collect();
     assert_eq!(found, [(&*hidden, Some(Sequence(7))), (&*mask, Some(Sequence(8)))]);
-    assert_eq!(parsed[5..], [Request::Health { id: 3 }, Request::Ping { id: 4 }, Request::Bye]);
+    let mapped = hello(None).mapping(MapMark(4_503_599_627_370_499));
+    assert_eq!(
+        parsed[5..],
+        [Request::Health { id: 3 }, Request::Ping { id: 4 }, Request::Bye, Request::Hello(mapped)]
+    );
 
     let responses = lines("control/responses.jsonl");
     let parsed: Vec<_> =

@@ -10,7 +10,9 @@ use std::{
 
 use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
 use control_proto::control::{Hello, Limits, Response, write_bye, write_hello};
-use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, SessionName, Transport};
+use transport_core::{
+    ByteSize, ClientId, Error, ErrorKind, MapMark, Result, SessionName, Transport,
+};
 use transport_mooncake_direct::{DirectTransport, Engine};
 
 use crate::config::{Config, TransportChoice};
@@ -137,7 +139,7 @@ pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
     for server in servers {
         match greet(server, config) {
             Ok(shared) if shm.is_ok() => {
-                shm = shared.and_then(|h| MappedBacking::open(&h).map(drop))
+                shm = shared.and_then(|h| MappedBacking::open(&h, MapMark::random()).map(drop))
             }
             Ok(_) => {}
             Err(error) => {

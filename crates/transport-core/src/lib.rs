@@ -30,8 +30,8 @@ pub use error::{Error, ErrorKind, ErrorStatus, Result};
 pub use memory::{RegionKind, RegionMut, RegionSlice};
 pub use memory_transport::MemoryTransport;
 pub use names::{
-    ArenaOffset, ClientId, Epoch, FeatureName, Generation, MAX_KEY_BYTES, ObjectKey, RemoteAddr,
-    SampleId, SampleKey, Sequence, StoreId,
+    ArenaOffset, ClientId, Epoch, FeatureName, Generation, MAX_KEY_BYTES, MapMark, ObjectKey,
+    RemoteAddr, SampleId, SampleKey, Sequence, StoreId,
 };
 pub use session::{SessionName, check_host};
 pub use transport::{

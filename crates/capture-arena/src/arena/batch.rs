@@ -167,6 +167,8 @@ impl CaptureArena {
             let sample = &mut self.samples[object.sample as usize];
             if !sample.published {
                 (sample.published, sample.since) = (true, now);
+                let sample = object.sample;
+                self.oldest.push(&mut self.samples, sample);
                 self.counts.reserved_samples -= 1;
                 self.counts.resident_samples += 1;
                 self.counts.published_samples += 1;
@@ -326,7 +328,7 @@ impl CaptureArena {
             Batch { objects: Vec::with_capacity(ranges.len()), holders: Vec::new(), reserved };
         for planned in plan.samples {
             let live = planned.objects.len() as u32;
-            let sample = self.samples.insert(Sample { since: now, live, published: false }) as u32;
+            let sample = self.samples.insert(Sample::filling(live, now)) as u32;
             self.counts.reserved_samples += 1;
             for PlannedObject { key, .. } in planned.objects {
                 let lives = *self

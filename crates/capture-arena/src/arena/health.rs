@@ -17,6 +17,7 @@ pub(super) struct Counts {
     pub(super) resident_samples: u64,
     pub(super) resident_objects: u64,
     pub(super) resident_bytes: u64,
+    pub(super) draining_objects: u64,
     pub(super) reserved_samples: u64,
     pub(super) reserved_bytes: u64,
     pub(super) published_samples: u64,
@@ -64,6 +65,9 @@ pub struct ArenaHealth {
     pub waiting_batches: u64,
     /// Clients that are connected, or were within their lease.
     pub clients: u64,
+    /// Clients that have been silent for their lease, or said goodbye, but still map the arena, and
+    /// so keep what they hold.
+    pub stalled_clients: u64,
     /// Age of the oldest resident sample.
     pub oldest_age: Option<Duration>,
 }
@@ -82,16 +86,15 @@ impl From<ArenaHealth> for Health {
         health.duplicate_frees = arena.duplicate_frees;
         health.stale_frees = arena.stale_frees;
         health.lease_expired_samples = arena.lease_expired_samples;
+        health.stalled_clients = arena.stalled_clients;
         health
     }
 }
 
 impl CaptureArena {
-    /// Measures the arena.
+    /// Measures the arena; what it costs does not depend on how much lives there.
     pub fn health(&self, now: Instant) -> ArenaHealth {
         let (space, counts) = (self.space.report(), &self.counts);
-        let draining = |state| matches!(state, State::Held | State::Read);
-        let since = self.samples.iter().filter(|(_, s)| s.published).map(|(_, s)| s.since).min();
         ArenaHealth {
             resident_samples: counts.resident_samples,
             resident_objects: counts.resident_objects,
@@ -107,10 +110,14 @@ impl CaptureArena {
             duplicate_frees: counts.duplicate_frees,
             stale_frees: counts.stale_frees,
             lease_expired_samples: counts.lease_expired_samples,
-            draining_objects: self.objects.iter().filter(|(_, o)| draining(o.state)).count() as u64,
+            draining_objects: counts.draining_objects,
             waiting_batches: self.waiting.len() as u64,
             clients: self.clients.len() as u64,
-            oldest_age: since.map(|since| now.saturating_duration_since(since)),
+            stalled_clients: self.clients.stalled(),
+            oldest_age: self
+                .oldest
+                .since(&self.samples)
+                .map(|at| now.saturating_duration_since(at)),
         }
     }
 
@@ -169,10 +176,16 @@ impl CaptureArena {
             oldest.truncate(OLDEST);
         }
         let describe = |(since, _, object): (Instant, u32, &super::Object)| {
-            let names: Vec<&str> = object
+            let names: Vec<String> = object
                 .holders
                 .active_clients()
-                .map(|c| self.clients.name(c).map_or("a client that is gone", |n| n.as_str()))
+                .map(|c| match self.clients.name(c) {
+                    Some(name) if self.clients.is_stalled(c) => {
+                        format!("{name}, which is silent but maps the arena,")
+                    }
+                    Some(name) => name.to_string(),
+                    None => "a client that is gone".into(),
+                })
                 .collect();
             let who = match (object.state, names.is_empty()) {
                 (State::Filling, _) => "being filled".into(),

@@ -99,11 +99,12 @@ pub(super) struct Released {
     pub(super) already_gone: u64,
     pub(super) stale: u64,
     pub(super) unconfirmed: u64,
+    pub(super) deferred: u64,
 }
 
 impl From<ReleaseReport> for Released {
     fn from(report: ReleaseReport) -> Self {
-        let ReleaseReport { released, already_gone, stale, unconfirmed, .. } = report;
-        Self { released, already_gone, stale, unconfirmed }
+        let ReleaseReport { released, already_gone, stale, unconfirmed, deferred, .. } = report;
+        Self { released, already_gone, stale, unconfirmed, deferred }
     }
 }
