@@ -24,7 +24,7 @@ use crate::{
     arena::{
         ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList, Ticket,
     },
-    reservation::{FillGuard, Reservation, SamplePlan, plan},
+    reservation::{Births, FillGuard, Reservation, SamplePlan, plan},
 };
 
 /// Work done between two looks at leases and waiting batches, as [`Command::weight`] counts it:
@@ -153,7 +153,8 @@ struct Inner {
 
 pub(crate) enum Command {
     Reserve { plan: BatchPlan, deadline: Instant, reply: oneshot::Sender<Result<Granted>> },
-    Publish { batch: u32, reply: oneshot::Sender<Result<Vec<Sequence>>> },
+    Publish { batch: u32, reply: oneshot::Sender<Result<Births>> },
+    Unpublish(Vec<(u32, Sequence)>),
     Abort(u32),
     Free(FreeRequest, Queued),
     Hold(HoldRequest, Queued),
@@ -516,11 +517,13 @@ impl Owner {
                 }
             }
             Command::Publish { batch, reply } => {
-                let published = self.books.publish(batch, now);
-                if let Err(Ok(unheard)) = reply.send(published) {
-                    self.books.unpublish(&unheard);
+                let lives = self.books.publish_lives(batch, now);
+                let births = lives.map(|lives| Births::new(lives, self.commands.clone()));
+                if let Err(Ok(unheard)) = reply.send(births) {
+                    self.books.unpublish(&unheard.heard()); // before anything asked later
                 }
             }
+            Command::Unpublish(lives) => self.books.unpublish(&lives),
             Command::Abort(batch) => self.books.abort(batch),
             Command::Free(FreeRequest { client, objects, reply }, _queued) => {
                 let outcome = self.books.free(client.as_ref(), &objects);

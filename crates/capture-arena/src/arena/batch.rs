@@ -131,6 +131,15 @@ impl CaptureArena {
     /// No writer may be left. Fails with [`ErrorKind::Stale`] if a later reservation has taken over
     /// one of the keys; the batch is given up then.
     pub fn publish(&mut self, batch: u32, now: Instant) -> Result<Vec<Sequence>> {
+        Ok(self.publish_lives(batch, now)?.into_iter().map(|(_, seq)| seq).collect())
+    }
+
+    /// [`Self::publish`], which also names the objects to [`Self::unpublish`].
+    pub(crate) fn publish_lives(
+        &mut self,
+        batch: u32,
+        now: Instant,
+    ) -> Result<Vec<(u32, Sequence)>> {
         let taken_over = self.batches[batch as usize].objects.iter().find(|&&id| {
             let lives = self.lives.get(self.objects[id as usize].lives as usize);
             lives.is_none_or(|lives| lives.filling != Some(Id::new(id)))
@@ -149,13 +158,13 @@ impl CaptureArena {
         let Batch { objects, holders, reserved } = self.batches.remove(batch as usize);
         self.counts.reserved_bytes -= reserved;
         self.changes += 1; // a batch in line may replace what is published here
-        let mut seqs = Vec::with_capacity(objects.len());
+        let mut born = Vec::with_capacity(objects.len());
         let mut exports = Vec::with_capacity(objects.len());
         for &id in &objects {
             self.last_seq += 1;
             let object = &mut self.objects[id as usize];
             (object.state, object.seq) = (State::Published, Sequence(self.last_seq));
-            seqs.push(object.seq);
+            born.push((id, object.seq));
             self.counts.resident_objects += 1;
             if let Some(range) = &object.range {
                 self.counts.resident_bytes += range.len();
@@ -191,24 +200,21 @@ impl CaptureArena {
                 self.apply_remembered(id);
             }
         }
-        Ok(seqs)
+        Ok(born)
     }
 
-    /// Frees what [`Self::publish`] has just published and nobody has learned of.
-    pub(crate) fn unpublish(&mut self, seqs: &[Sequence]) {
-        let unheard: Vec<u32> = self
-            .objects
-            .iter()
-            .filter(|(_, o)| o.state == State::Published && seqs.contains(&o.seq))
-            .map(|(id, _)| id as u32)
-            .collect();
-        for id in unheard {
-            while let Some(client) = self.objects.get(id as usize).and_then(Object::first_holder) {
-                self.end_hold(id, client);
-            }
-            let alive = self.objects.get(id as usize).is_some_and(|o| o.state == State::Published);
-            if alive {
-                self.retire(id);
+    /// Frees what [`Self::publish_lives`] has published and nobody has learned of.
+    pub(crate) fn unpublish(&mut self, lives: &[(u32, Sequence)]) {
+        for &(id, seq) in lives {
+            let is_there = |books: &Self| {
+                let object = books.objects.get(id as usize);
+                object.is_some_and(|o| o.state == State::Published && o.seq == seq)
+            };
+            while is_there(self) {
+                match self.objects[id as usize].first_holder() {
+                    Some(client) => self.end_hold(id, client),
+                    None => self.retire(id),
+                }
             }
         }
     }

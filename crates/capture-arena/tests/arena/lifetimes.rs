@@ -418,11 +418,22 @@ async fn a_dropped_future_gives_everything_up() {
     assert!(tokio::time::timeout(Duration::from_millis(20), second).await.is_err());
     drop(batch);
     let batch = arena.reserve(vec![plan("c", &[4096])], soon(1000)).await.unwrap();
-    // A publication nobody hears of is freed again.
-    {
-        let mut publish = std::pin::pin!(batch.publish());
-        let waker = std::task::Waker::noop();
-        let _ = publish.as_mut().poll(&mut std::task::Context::from_waker(waker));
+    drop(batch);
+    // A publication nobody hears of is freed again, also if the answer was on its way already.
+    for waits in [false, true] {
+        loop {
+            let batch = arena.reserve(vec![plan("c", &[4096])], soon(5000)).await.unwrap();
+            let mut publish = std::pin::pin!(batch.publish());
+            let waker = std::task::Waker::noop();
+            let asked = publish.as_mut().poll(&mut std::task::Context::from_waker(waker));
+            if waits {
+                assert_eq!(arena.health().await.unwrap().resident_samples, 1); // it has answered
+            }
+            if asked.is_pending() {
+                break;
+            }
+            free(&arena, None, keys(&[key("c", 0)])); // a quick answer: this one was heard
+        }
     }
     let published = arena.reserve(vec![plan("d", &[4096])], soon(5000)).await.unwrap();
     let published = published.publish().await.unwrap();
