@@ -63,10 +63,10 @@ struct Shared {
     sink: CaptureSink,
     source: Source,
     limits: Limits,
-    bodies: Semaphore, // one a `BODY_UNIT` of bodies in flight
+    bodies: Arc<Semaphore>, // one a `BODY_UNIT` of bodies in flight
     deadline: Duration,
     max_in_flight: usize,
-    places: Semaphore, // one a sample that is worked on or waits
+    places: Arc<Semaphore>, // one a sample that is worked on or waits
     counts: Counts,
 }
 
@@ -133,10 +133,10 @@ impl CaptureServer {
             sink,
             source,
             limits: Limits { body_bytes: MAX_BODY, ..Limits::default() },
-            bodies: Semaphore::new(MAX_BODIES / BODY_UNIT),
+            bodies: Arc::new(Semaphore::new(MAX_BODIES / BODY_UNIT)),
             deadline: config.deadline,
             max_in_flight: config.max_in_flight,
-            places: Semaphore::new(config.max_in_flight),
+            places: Arc::new(Semaphore::new(config.max_in_flight)),
             counts: Counts::default(),
         });
         Ok(Self { state, listener, http, allow: AllowList::new(config.allow.clone()) })
@@ -199,12 +199,14 @@ fn sink_config(config: &ServerConfig) -> SinkConfig {
 
 impl Shared {
     async fn report(&self) -> Result<HealthReport> {
+        // Before the arena is measured: whatever is reserved then has its place counted.
+        let samples_in_flight = self.max_in_flight - self.places.available_permits();
         Ok(HealthReport {
             health: self.sink.health().await?,
             epoch: self.arena.epoch().0,
             session: self.sink.session().to_string(),
             control: self.sink.control().to_string(),
-            samples_in_flight: self.max_in_flight - self.places.available_permits(),
+            samples_in_flight,
             peak_rss_bytes: peak_rss_bytes(),
         })
     }

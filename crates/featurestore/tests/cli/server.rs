@@ -293,6 +293,29 @@ fn a_full_arena_goes_on_when_frees_come() {
 }
 
 #[test]
+fn a_client_that_leaves_in_mid_fill_keeps_its_place_until_the_fill_ends() {
+    let server = server(&["--arena", "1GiB", "--hidden", "65536", "--max-in-flight", "1"]);
+    let stream = send(&server, &request(&[("left", &[7; 1000])])); // hundreds of megabytes
+    eventually("it is being filled", || server.health()["reserved_bytes"] != 0);
+    drop(stream);
+    let (mut looks, start) = (0, Instant::now());
+    loop {
+        let health = server.health();
+        if health["reserved_bytes"] == 0 {
+            break;
+        }
+        assert_eq!(health["samples_in_flight"], 1, "its range is being written: {health}");
+        looks += 1;
+        assert!(start.elapsed() < Duration::from_secs(60), "{health}");
+    }
+    assert!(looks > 0, "the fill was over before anybody looked");
+    eventually("its place is free", || server.health()["samples_in_flight"] == 0);
+    let health = server.health();
+    assert_eq!(health["published_samples"], 0, "nobody waited for it: {health}");
+    assert_eq!(health["arena_free_bytes"], health["arena_bytes"]);
+}
+
+#[test]
 fn clients_that_ask_for_nothing_new_see_nothing_new() {
     let server = server(&[]);
     let answer = |id: &str, headers: &[(&str, &str)]| {
