@@ -1,6 +1,9 @@
 //! HTTP connections, bounded in number and in how long a request's head may take.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::Router;
 use hyper::server::conn::http1;
@@ -10,6 +13,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use tokio::{net::TcpListener, sync::Semaphore, task::JoinSet, time::sleep};
+use transport_core::Seldom;
 use transport_mooncake_direct::AllowList;
 
 /// Connections at a time; more wait to be accepted.
@@ -32,6 +36,7 @@ pub(super) async fn serve(
     let graceful = GracefulShutdown::new();
     let mut connections = JoinSet::new(); // aborts what is left when it is dropped
     let mut end = std::pin::pin!(end);
+    let mut log = Seldom::default();
     loop {
         let accepted = async {
             let place = places.clone().acquire_owned().await.expect("never closed");
@@ -59,7 +64,9 @@ pub(super) async fn serve(
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a connection was not accepted");
+                    if log.is_due(Instant::now()) {
+                        tracing::warn!(%error, "a connection was not accepted");
+                    }
                     sleep(PAUSE).await;
                 }
             },

@@ -9,7 +9,7 @@ use std::{
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::common::{Server, eventually, featurestore, http, run};
+use crate::common::{STEP, Server, eventually, featurestore, http, run};
 
 const MODEL: [&str; 4] = ["--hidden", "16", "--taps", "1,3"];
 
@@ -313,6 +313,25 @@ fn a_client_that_leaves_in_mid_fill_keeps_its_place_until_the_fill_ends() {
     let health = server.health();
     assert_eq!(health["published_samples"], 0, "nobody waited for it: {health}");
     assert_eq!(health["arena_free_bytes"], health["arena_bytes"]);
+}
+
+#[test]
+fn running_out_of_descriptors_is_said_seldom() {
+    use rustix::process::{Pid, Resource, Rlimit, prlimit};
+    let server = server(&[]);
+    let pid = Pid::from_raw(server.process.id() as i32);
+    let maximum = rustix::process::getrlimit(Resource::Nofile).maximum;
+    let none = Rlimit { current: Some(4), maximum }; // all of which are open
+    let before = prlimit(pid, Resource::Nofile, none).expect("the child is ours");
+    let waiting = std::net::TcpStream::connect(server.address("http")).expect("it listens");
+    std::thread::sleep(Duration::from_millis(1500));
+    prlimit(pid, Resource::Nofile, before).expect("the child is ours");
+    eventually("it takes connections again", || server.health()["published_samples"] == 0);
+    drop(waiting);
+    server.process.signal(Signal::TERM);
+    let ended = server.process.end(STEP);
+    let said = ended.stderr.matches("a connection was not accepted").count();
+    assert!((1..=3).contains(&said), "{said} times in 1.5 s: {}", ended.stderr);
 }
 
 #[test]

@@ -19,7 +19,7 @@ use rustix::{
     event::{Timespec, epoll},
     io::Errno,
 };
-use transport_core::{ClientId, Error, ErrorKind, Health, Result, SessionName};
+use transport_core::{ClientId, Error, ErrorKind, Health, Result, Seldom, SessionName};
 
 mod obey;
 
@@ -29,7 +29,7 @@ use super::{
     peer::{Client, Input, Peer, Watched},
 };
 use crate::{
-    net::{Seldom, Waker, listen},
+    net::{Waker, listen},
     tcp::advertised,
 };
 
