@@ -214,14 +214,24 @@ pub(crate) fn feature_address(
 
 /// `shape` and `dtype` of an object.
 pub(crate) fn parse_meta(object: &RawObject<'_>, faults: Faults) -> Result<TensorMeta> {
-    let dtype: Dtype = faults.parse(object, "dtype")?;
+    let name = faults.text(object, "dtype")?;
+    let dtype: Dtype = name.parse().map_err(|error| {
+        faults
+            .field("dtype")
+            .with("found", format_args!("{:?}", super::shortened(&name)))
+            .remedy("use a torch element type, such as bfloat16 or int64")
+            .source(error)
+    })?;
     let raw = object.get("shape").ok_or_else(|| faults.field("shape"))?;
-    let shape: Vec<i64> =
-        bounded_list(raw, TensorMeta::MAX_RANK).map_err(|fault| faults.list("shape", fault))?;
+    let found = || super::shortened(raw);
+    let shape: Vec<i64> = bounded_list(raw, TensorMeta::MAX_RANK)
+        .map_err(|fault| faults.list("shape", fault).with("found", found()))?;
     let shape: Option<Vec<u64>> = shape.iter().map(|&d| u64::try_from(d).ok()).collect();
-    let shape =
-        shape.ok_or_else(|| faults.error("a dimension is negative").with("field", "shape"))?;
-    TensorMeta::new(dtype, shape).map_err(|error| faults.field("shape").source(error))
+    let shape = shape.ok_or_else(|| {
+        faults.error("a dimension is negative").with("field", "shape").with("found", found())
+    })?;
+    TensorMeta::new(dtype, shape)
+        .map_err(|error| faults.field("shape").with("found", found()).source(error))
 }
 
 /// Appends a result: the form of the sample's location, or a failure.
