@@ -220,7 +220,7 @@ async fn publish(
 ) -> Result<Vec<Row>> {
     let names: Vec<Vec<(FeatureName, TensorMeta)>> =
         plans.iter().map(|plan| plan.objects.clone()).collect();
-    let mut reservation = state.sink.reserve(plans, options).await?;
+    let mut reservation = state.sink.reserve(plans, options).await.map_err(how_to_make_room)?;
     let mut sums = Vec::with_capacity(places.len());
     for (sample, &place) in places.iter().enumerate() {
         let work = Work { state: state.clone(), prompts: prompts.clone(), place };
@@ -236,6 +236,21 @@ async fn publish(
     let row =
         |(descriptor, checksums)| Row { outcome: CaptureOutcome::Captured(descriptor), checksums };
     Ok(described.into_iter().zip(sums).map(row).collect())
+}
+
+/// Names the settings of this server, and of its trainers, that make room.
+fn how_to_make_room(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::CapacityExceeded if error.is_temporary() => error.remedy(
+            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or keep a lower \
+             watermark: release samples sooner (pipeline --quantum)",
+        ),
+        ErrorKind::CapacityExceeded => error.remedy(
+            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or send fewer \
+             or shorter prompts in a request",
+        ),
+        _ => error,
+    }
 }
 
 struct Work {
