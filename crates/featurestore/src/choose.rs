@@ -10,7 +10,7 @@ use transport_core::{ClientId, Error, ErrorKind, Result, SessionName, Transport}
 use crate::config::{Config, TransportChoice};
 
 /// What was considered, and what came of it.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[non_exhaustive]
 pub struct Choice {
     /// Every transport that exists here, best first.
@@ -20,11 +20,11 @@ pub struct Choice {
 }
 
 /// One transport that was considered.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[non_exhaustive]
 pub struct Candidate {
-    /// Its name.
-    pub transport: &'static str,
+    /// Its name, such as `shm`.
+    pub scheme: String,
     /// Whether it works between this process and the servers.
     pub available: bool,
     /// Whether the configuration allows it.
@@ -41,10 +41,10 @@ impl Choice {
         let head = "transport  available  configured  suitable  reason".to_owned();
         let yes = |flag| if flag { "yes" } else { "no" };
         let row = move |c: &Candidate| {
-            let chosen = if c.transport == self.chosen { "*" } else { " " };
+            let chosen = if c.scheme == self.chosen { "*" } else { " " };
             format!(
                 "{chosen} {:<9}{:<11}{:<12}{:<10}{}",
-                c.transport,
+                c.scheme,
                 yes(c.available),
                 yes(c.configured),
                 yes(c.suitable),
@@ -125,8 +125,8 @@ async fn connect(
 pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
     let asked = config.transport;
     let Probe { shm, tcp, unreachable } = probe(config, servers);
-    let candidate = |transport, choice, finding: Finding| Candidate {
-        transport,
+    let candidate = |scheme: &str, choice, finding: Finding| Candidate {
+        scheme: scheme.to_owned(),
         available: finding.is_ok(),
         configured: asked == TransportChoice::Auto || asked == choice,
         suitable: finding.is_ok(),
@@ -140,13 +140,13 @@ pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
         candidates[1].suitable = asked == TransportChoice::Tcp; // a copy that shm spares
     }
     let usable = candidates.iter().find(|c| c.available && c.configured);
-    let Some(chosen) = usable.map(|c| c.transport.to_owned()) else {
+    let Some(chosen) = usable.map(|c| c.scheme.clone()) else {
         if let Some(cause) = unreachable {
             return Err(cause); // no transport of this kind is to blame
         }
         let why = candidates.iter().filter(|c| c.configured);
         let why: Vec<String> =
-            why.map(|c| format!("{} is not available: {}", c.transport, c.reason)).collect();
+            why.map(|c| format!("{} is not available: {}", c.scheme, c.reason)).collect();
         return Err(Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "))
             .remedy("start the servers on this host as the same user for shm, or choose tcp"));
     };

@@ -64,7 +64,11 @@ pub const KEYS: &[Key] = &[
     key("deadline", "30s", "longest time of one fetch, and of a wait for room in the arena"),
     optional("token", "secret that control connections have to show"),
     optional("arena", "size of a server's arena, such as 2GiB"),
-    key("arena_kind", "shared", "what an arena is made of: shared (other processes can map it) or heap"),
+    key(
+        "arena_kind",
+        "shared",
+        "what an arena is made of: shared (other processes can map it) or heap",
+    ),
     key("http", "127.0.0.1:0", "address of the capture server's HTTP port; port 0 picks one"),
     key("data", "127.0.0.1:0", "address of the peer handshake that data sessions name"),
     key("control", "127.0.0.1:0", "address of the control listener that takes frees"),
@@ -157,10 +161,11 @@ impl Settings {
     ) -> Result<Self> {
         for (name, value) in variables {
             let name = name.to_string_lossy().into_owned();
-            let Some(setting) = name.strip_prefix(PREFIX).filter(|name| !is_foreign(name)) else {
-                continue;
-            };
+            let Some(setting) = name.strip_prefix(PREFIX) else { continue };
             let Some(known) = KEYS.iter().find(|k| k.name.to_ascii_uppercase() == setting) else {
+                if is_foreign(setting) {
+                    continue;
+                }
                 return Err(unknown_variable(&name, setting));
             };
             let source = Source::Environment(name);
@@ -256,8 +261,10 @@ const PREFIX: &str = "FEATURESTORE_";
 
 /// Whether a variable is somebody else's, though it begins as settings do.
 fn is_foreign(name: &str) -> bool {
-    ["PORT", "SERVICE_"].iter().any(|start| name.starts_with(start))
-        || ["BIN", "TEST_NOTES"].contains(&name)
+    let of_platforms = ["PORT", "SERVICE_"].iter().any(|start| name.starts_with(start));
+    let of_tests =
+        ["BIN", "MOONCAKE_NEXT_VENV", "MOONCAKE_VENV", "STORE_LIBRARY_DIR", "TEST_NOTES"];
+    of_platforms || of_tests.contains(&name)
 }
 
 /// Never shows the value, which may be a secret.
@@ -420,6 +427,7 @@ mod tests {
             ("LEASE", "9s"),
             ("FEATURESTORE_PORT", "tcp://10.0.0.1:80"), // of a service called featurestore
             ("FEATURESTORE_SERVICE_HOST", "10.0.0.1"),
+            ("FEATURESTORE_BIN", "target/release/featurestore"),
         ]
         .map(|(name, value)| (name.into(), value.into()));
         let mut settings = Settings::new();

@@ -27,7 +27,7 @@ pub(super) async fn connect(
     client: &ClientId,
     choice: &Choice,
 ) -> Result<Arc<dyn Transport>> {
-    let reason = choice.candidates.iter().find(|c| c.transport == choice.chosen);
+    let reason = choice.candidates.iter().find(|c| c.scheme == choice.chosen);
     let mut builder = DirectTransport::builder()
         .client_id(client.clone())
         .lease(config.lease)

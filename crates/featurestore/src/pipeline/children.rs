@@ -15,6 +15,7 @@ use super::{
     messages::{Event, Start},
     report::ServerReport,
 };
+use crate::choose::Choice;
 
 /// How long a process may take to get ready.
 const START: Duration = Duration::from_secs(30);
@@ -155,8 +156,8 @@ impl Server {
 pub(super) struct Trainer {
     pub(super) name: String,
     pub(super) client: ClientId,
-    pub(super) transport: String,
-    pub(super) reasons: Vec<String>,
+    pub(super) choice: Choice,
+    pub(super) views: bool,
     pub(super) child: Child,
     pub(super) stdin: ChildStdin,
     pub(super) events: Events,
@@ -174,9 +175,9 @@ impl Trainer {
         stdin.write_all(&line).await.map_err(|e| lost(&name, "is gone").source(e))?;
         let ready = timeout(START, events.next()).await;
         match ready.map_err(|_| lost(&name, format_args!("was not ready within {START:?}")))?? {
-            Some(Event::Ready { client, transport, reasons }) => {
+            Some(Event::Ready { client, choice, views }) => {
                 let client = client.parse()?;
-                Ok(Self { name, client, transport, reasons, child, stdin, events })
+                Ok(Self { name, client, choice, views, child, stdin, events })
             }
             Some(Event::Failed { error }) => Err(lost(&name, format_args!("failed: {error}"))),
             Some(other) => Err(lost(&name, format_args!("began with {other:?}"))),

@@ -51,8 +51,8 @@ async fn train(config: Config) -> Result<Totals> {
     let store = Arc::new(FeatureStore::open(&config, &peers).await?);
     say(&Event::Ready {
         client: store.client_id().to_string(),
-        transport: store.info().scheme.clone(),
-        reasons: store.choice().lines().collect(),
+        choice: store.choice().clone(),
+        views: store.info().capabilities.views,
     })?;
 
     let (to_verify, verifying) = mpsc::channel(1);
