@@ -348,6 +348,10 @@ impl Default for Config {
 
 impl Config {
     /// Checks and types what is in force.
+    ///
+    /// # Errors
+    /// [`ErrorKind::ConfigInvalid`] or [`ErrorKind::InvalidInput`], permanent: a value cannot be
+    /// used; the error names the setting and where its value comes from.
     pub fn from_settings(settings: &Settings) -> Result<Self> {
         Ok(Self {
             transport: settings.need("transport", str::parse)?,

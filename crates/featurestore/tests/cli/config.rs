@@ -165,3 +165,18 @@ fn help_shows_every_command_with_examples() {
     }
     assert_eq!(run(&["pipelin"]).status.code(), Some(2));
 }
+
+#[test]
+fn every_flag_of_the_readme_exists() {
+    let mut known = String::from("--release --open --no-deps --quick\n");
+    for command in ["pipeline", "capture-server"] {
+        known += &run(&[command, "--help"]).stdout;
+    }
+    let readme = include_str!("../../../../README.md");
+    let flags = readme.split(|c: char| !(c == '-' || c.is_ascii_alphanumeric()));
+    let flags = flags
+        .filter(|word| word.starts_with("--") && word.len() > 3 && !word[2..].starts_with('-'));
+    for flag in flags {
+        assert!(known.split(['[', ' ', '\n']).any(|word| word == flag), "{flag}");
+    }
+}

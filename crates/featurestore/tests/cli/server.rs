@@ -568,3 +568,17 @@ fn networks_that_may_not_connect_are_turned_away_from_http_too() {
     let _ = std::io::Read::read_to_end(&mut stream, &mut answer); // a reset is as good as an end
     assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
 }
+
+#[test]
+fn the_request_of_the_readme_is_answered() {
+    let readme = include_str!("../../../../README.md");
+    let (head, rest) = readme.split_once("$ curl -H '").expect("an example with curl");
+    assert!(head.contains("-- capture-server --arena 1GiB --http 127.0.0.1:8080\n"));
+    let (header, rest) = rest.split_once("' http://127.0.0.1:8080/generate -d '").expect("a URL");
+    let (name, value) = header.split_once(": ").expect("a header");
+    let body: Value = serde_json::from_str(rest.split('\'').next().expect("a body")).expect("JSON");
+    let server = server(&[]);
+    let (status, rows) = server.generate(&[(name, value)], &body);
+    assert_eq!(status, 200, "{rows}");
+    assert_eq!(result(&rows)["arena"]["holder"], value, "{rows}");
+}
