@@ -3,6 +3,7 @@
 //! Precedence: command line, then environment (`FEATURESTORE_…`), then file, then default. Values
 //! have the same grammar everywhere; an unknown key is an error that names the nearest known one.
 
+mod mooncake;
 mod problems;
 #[cfg(feature = "cli")]
 mod server;
@@ -13,6 +14,7 @@ use std::{collections::BTreeMap, fmt, path::Path, str::FromStr, time::Duration};
 use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
+pub use mooncake::{Master, MooncakeConfig};
 pub use problems::Problems;
 #[cfg(feature = "cli")]
 pub use server::{ArenaKind, ServerConfig};
@@ -49,9 +51,9 @@ const fn optional(name: &'static str, help: &'static str) -> Key {
 
 /// Every setting.
 pub const KEYS: &[Key] = &[
-    key("transport", "auto", "how samples are read: auto, shm or tcp"),
+    key("transport", "auto", "how samples are moved: auto, shm, tcp or store"),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
-    optional("pool", "receive pool of a trainer that reads by tcp, such as 4GiB"),
+    optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
     key("deadline", "30s", "longest time of one fetch, and of a wait for room in the arena"),
     optional("token", "secret that control connections have to show"),
@@ -64,6 +66,16 @@ pub const KEYS: &[Key] = &[
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
     optional("fill_threads", "threads that fill captured tensors; default: one a core"),
+    optional("mooncake", "Mooncake's master, host:port; the pipeline also takes managed"),
+    optional("mooncake_admin", "address of the master's metrics, host:port"),
+    key("mooncake_host", "127.0.0.1", "host by which other store clients reach this process"),
+    key("mooncake_metadata", "P2PHANDSHAKE", "address of Mooncake's metadata server"),
+    key("mooncake_protocol", "tcp", "how Mooncake moves payload: tcp or rdma"),
+    optional("mooncake_devices", "comma-separated RDMA devices; default: all"),
+    optional("mooncake_venv", "virtual environment with Mooncake's wheel"),
+    optional("mooncake_library", "file of libmooncake_store.so; comes before the wheel"),
+    optional("mooncake_preload", "comma-separated libraries to open before Mooncake's"),
+    key("mooncake_lease", "10s", "the master's read leases, its default_kv_lease_ttl"),
 ];
 
 /// Where a value comes from.
@@ -246,6 +258,8 @@ pub enum TransportChoice {
     Shm,
     /// Mooncake's tcp wire.
     Tcp,
+    /// Mooncake Store.
+    Store,
 }
 
 impl FromStr for TransportChoice {
@@ -256,9 +270,10 @@ impl FromStr for TransportChoice {
             "auto" => Ok(Self::Auto),
             "shm" => Ok(Self::Shm),
             "tcp" => Ok(Self::Tcp),
+            "store" => Ok(Self::Store),
             other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
                 .with("found", format_args!("{text:?}"))
-                .remedy(suggestion(other, ["auto", "shm", "tcp"].into_iter()))),
+                .remedy(suggestion(other, ["auto", "shm", "tcp", "store"].into_iter()))),
         }
     }
 }
@@ -269,6 +284,7 @@ impl fmt::Display for TransportChoice {
             Self::Auto => "auto",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Store => "store",
         })
     }
 }
@@ -289,6 +305,8 @@ pub struct Config {
     pub deadline: Duration,
     /// Secret for control connections.
     pub token: Option<Secret>,
+    /// Where Mooncake and its store are.
+    pub mooncake: MooncakeConfig,
 }
 
 impl Default for Config {
@@ -307,6 +325,7 @@ impl Config {
             lease: settings.need("lease", duration)?,
             deadline: settings.need("deadline", duration)?,
             token: settings.get("token", |text| Secret::new(text))?,
+            mooncake: MooncakeConfig::from_settings(settings)?,
         })
     }
 
@@ -366,7 +385,7 @@ mod tests {
         assert!(error.contains("did you mean shm"), "{error}");
         for text in ["", "rdma", "nvlink-intra"] {
             let error = text.parse::<TransportChoice>().unwrap_err().to_string();
-            assert!(error.contains("auto, shm, tcp"), "{error}");
+            assert!(error.contains("auto, shm, tcp, store"), "{error}");
         }
     }
 

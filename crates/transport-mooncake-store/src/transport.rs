@@ -309,6 +309,7 @@ impl Transport for StoreTransport {
         health.stale_frees = load(&ledger.stale);
         health.host_payload_bytes = load(&ledger.host_bytes);
         health.quarantined_bytes = memory.quarantined_bytes() + load(&self.shared.abandoned_bytes);
+        health.registrations = memory.registrations();
         health.last_error = ledger.last_error();
         Ok(health)
     }
