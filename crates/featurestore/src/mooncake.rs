@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use mooncake_sys::{StoreApi, StoreSetup};
 #[cfg(feature = "mooncake")]
 use mooncake_sys::cabi::{LibraryOptions, StoreLibrary};
 #[cfg(feature = "mooncake-python")]
 use mooncake_sys::python::{Wheel, WheelOptions, WheelStore};
+use mooncake_sys::{StoreApi, StoreSetup};
 use transport_core::{Error, ErrorKind, Result};
 
 use crate::config::{Master, MooncakeConfig};

@@ -118,6 +118,12 @@ impl StoreTransport {
         self.shared.memory.adopt(region)
     }
 
+    /// The name under which the cluster knows this client, `host:port`. Blocks.
+    pub fn hostname(&self) -> Result<String> {
+        self.open("get host name")?;
+        self.shared.api.hostname()
+    }
+
     /// Counters beyond [`Transport::health`].
     pub fn stats(&self) -> StoreStats {
         let Shared { ledger, memory, .. } = &*self.shared;

@@ -91,9 +91,10 @@ impl MooncakeConfig {
         let admin = problems.note(settings.get("mooncake_admin", str::parse));
         let host = problems.note(settings.need("mooncake_host", host));
         let metadata = problems.note(settings.need("mooncake_metadata", text));
-        let protocol = problems.note(settings.need("mooncake_protocol", |found| {
-            text(found).map(|name| name.to_ascii_lowercase())
-        }));
+        let protocol =
+            problems.note(settings.need("mooncake_protocol", |found| {
+                text(found).map(|name| name.to_ascii_lowercase())
+            }));
         let devices = problems.note(settings.get("mooncake_devices", text));
         let venv = problems.note(settings.get("mooncake_venv", path));
         let library = problems.note(settings.get("mooncake_library", path));
@@ -113,6 +114,29 @@ impl MooncakeConfig {
             preload: preload.expect(NOTED).unwrap_or_default(),
             lease: lease.expect(NOTED),
         })
+    }
+
+    /// The same settings as variables of the environment, for a process that is started.
+    #[cfg(feature = "cli")]
+    pub(crate) fn variables(&self) -> Vec<(&'static str, String)> {
+        let path = |path: &PathBuf| path.display().to_string();
+        let preload: Vec<_> = self.preload.iter().map(path).collect();
+        let given = |text: &String| (!text.is_empty()).then(|| text.clone());
+        [
+            ("FEATURESTORE_MOONCAKE", self.master.as_ref().map(ToString::to_string)),
+            ("FEATURESTORE_MOONCAKE_ADMIN", self.admin.as_ref().map(ToString::to_string)),
+            ("FEATURESTORE_MOONCAKE_HOST", given(&self.host)),
+            ("FEATURESTORE_MOONCAKE_METADATA", given(&self.metadata)),
+            ("FEATURESTORE_MOONCAKE_PROTOCOL", given(&self.protocol)),
+            ("FEATURESTORE_MOONCAKE_DEVICES", given(&self.devices)),
+            ("FEATURESTORE_MOONCAKE_VENV", self.venv.as_ref().map(path)),
+            ("FEATURESTORE_MOONCAKE_LIBRARY", self.library.as_ref().map(path)),
+            ("FEATURESTORE_MOONCAKE_PRELOAD", given(&preload.join(","))),
+            ("FEATURESTORE_MOONCAKE_LEASE", Some(format!("{}ms", self.lease.as_millis()))),
+        ]
+        .into_iter()
+        .filter_map(|(name, value)| Some((name, value?)))
+        .collect()
     }
 }
 
@@ -134,6 +158,31 @@ mod tests {
             let error = text.parse::<Master>().unwrap_err().to_string();
             assert!(error.contains("managed"), "{text}: {error}");
         }
+    }
+
+    #[cfg(feature = "cli")]
+    #[test]
+    fn a_process_that_is_started_has_the_same_settings() {
+        let mut settings = Settings::new();
+        for (name, text) in [
+            ("mooncake", "127.0.0.1:50051"),
+            ("mooncake_admin", "127.0.0.1:9003"),
+            ("mooncake_host", "::1"),
+            ("mooncake_protocol", "rdma"),
+            ("mooncake_devices", "a,b"),
+            ("mooncake_venv", "/v"),
+            ("mooncake_library", "/l.so"),
+            ("mooncake_preload", "/a.so,/b.so"),
+            ("mooncake_lease", "1500ms"),
+        ] {
+            settings.set(name, text).unwrap();
+        }
+        let config = MooncakeConfig::from_settings(&settings).unwrap();
+        let variables = config.variables();
+        let environment =
+            |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.clone());
+        let settings = Settings::new().environment(environment);
+        assert_eq!(MooncakeConfig::from_settings(&settings).unwrap(), config);
     }
 
     #[test]
