@@ -2,12 +2,18 @@
 
 #[cfg(feature = "direct")]
 mod direct;
+#[cfg(feature = "store")]
+pub(crate) mod store;
 
 use std::{fmt, sync::Arc};
 
-use transport_core::{ClientId, Error, ErrorKind, Result, SessionName, Transport};
+use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, SessionName, Transport};
 
 use crate::config::{Config, TransportChoice};
+
+/// Receive pool where none is configured.
+#[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
+const DEFAULT_POOL: ByteSize = ByteSize::mib(2048);
 
 /// What was considered, and what came of it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
@@ -36,6 +42,13 @@ pub struct Candidate {
 }
 
 impl Choice {
+    /// Why the chosen one was chosen.
+    #[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
+    pub(crate) fn reason(&self) -> &str {
+        let chosen = self.candidates.iter().find(|c| c.scheme == self.chosen);
+        chosen.map_or("", |c| c.reason.as_str())
+    }
+
     /// The choice as a small table, a line each.
     pub fn lines(&self) -> impl Iterator<Item = String> + '_ {
         let head = "transport  available  configured  suitable  reason".to_owned();
@@ -91,8 +104,80 @@ pub(crate) async fn open(
     Ok((transport, choice))
 }
 
+/// Puts the chosen transport together.
+async fn connect(
+    config: &Config,
+    servers: &[SessionName],
+    client: &ClientId,
+    choice: &Choice,
+) -> Result<Arc<dyn Transport>> {
+    match choice.chosen.as_str() {
+        #[cfg(feature = "store")]
+        "store" => store::connect(config, choice).await,
+        #[cfg(feature = "direct")]
+        "shm" | "tcp" => direct::connect(config, servers, client, choice).await,
+        absent => {
+            let _ = (config, servers, client); // a build without any transport
+            Err(Error::new(ErrorKind::Unsupported, "open", "this build has no such transport")
+                .with("transport", absent))
+        }
+    }
+}
+
+/// What a survey looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// What the configuration asks for.
+    Asked,
+    /// Everything that this build has.
+    Everything,
+}
+
+/// Every transport that this build knows, best first, and why a server could not be asked at all,
+/// where one could not. Blocks.
+pub(crate) fn survey(
+    config: &Config,
+    servers: &[SessionName],
+    scope: Scope,
+) -> (Vec<Candidate>, Option<Error>) {
+    let asked = config.transport;
+    let stores = asked == TransportChoice::Store;
+    let everything = scope == Scope::Everything;
+    let Probe { shm, tcp, unreachable } = if everything || !stores {
+        probe(config, servers)
+    } else {
+        let left_out = || Err("not probed, because the store is asked for".to_owned());
+        Probe { shm: left_out(), tcp: left_out(), unreachable: None }
+    };
+    let store = if everything || stores {
+        probe_store(config)
+    } else {
+        Err("not probed; ask for it by name: transport = store".to_owned())
+    };
+    let candidate = |scheme: &str, configured, finding: Finding| Candidate {
+        scheme: scheme.to_owned(),
+        available: finding.is_ok(),
+        configured,
+        suitable: finding.is_ok(),
+        reason: finding.unwrap_or_else(|why| why),
+    };
+    let auto = asked == TransportChoice::Auto;
+    let mut candidates = vec![
+        candidate("shm", auto || asked == TransportChoice::Shm, shm),
+        candidate("tcp", auto || asked == TransportChoice::Tcp, tcp),
+        // Where a sample is was decided by who published it: nothing that is found here takes it
+        // from a server's memory to the store.
+        candidate("store", stores, store),
+    ];
+    if candidates[0].available && candidates[0].configured {
+        candidates[1].suitable = asked == TransportChoice::Tcp; // a copy that shm spares
+    }
+    candidates[2].suitable &= stores;
+    (candidates, unreachable)
+}
+
 #[cfg(feature = "direct")]
-use direct::{connect, probe};
+use direct::probe;
 
 #[cfg(not(feature = "direct"))]
 fn probe(_: &Config, _: &[SessionName]) -> Probe {
@@ -100,21 +185,23 @@ fn probe(_: &Config, _: &[SessionName]) -> Probe {
     Probe { shm: absent(), tcp: absent(), unreachable: None }
 }
 
-#[cfg(not(feature = "direct"))]
-async fn connect(
-    _: &Config,
-    _: &[SessionName],
-    _: &ClientId,
-    choice: &Choice,
-) -> Result<Arc<dyn Transport>> {
-    Err(Error::new(ErrorKind::Unsupported, "open", "this build has no such transport")
-        .with("transport", &choice.chosen))
+#[cfg(feature = "store")]
+fn probe_store(config: &Config) -> Finding {
+    store::probe(&config.mooncake)
+}
+
+#[cfg(not(feature = "store"))]
+fn probe_store(_: &Config) -> Finding {
+    Err("built without Mooncake; build with --features mooncake-python for the wheel, or mooncake \
+         for a library"
+        .to_owned())
 }
 
 /// Decides which transport reads from `servers`, given by their control addresses.
 ///
 /// `shm` is available when the memory of every server really can be mapped here; `tcp` when every
-/// server answers. Nothing is left connected. Blocks, for at most 5 s a server.
+/// server answers; `store`, which has to be asked for by name, when Mooncake is here and its master
+/// answers. Nothing is left connected. Blocks, for at most 5 s a server.
 ///
 /// # Errors
 /// - [`ErrorKind::PeerGone`] or [`ErrorKind::Timeout`], temporary: a server does not answer.
@@ -124,21 +211,7 @@ async fn connect(
 ///   in strict mode, the best one is not.
 pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
     let asked = config.transport;
-    let Probe { shm, tcp, unreachable } = probe(config, servers);
-    let candidate = |scheme: &str, choice, finding: Finding| Candidate {
-        scheme: scheme.to_owned(),
-        available: finding.is_ok(),
-        configured: asked == TransportChoice::Auto || asked == choice,
-        suitable: finding.is_ok(),
-        reason: finding.unwrap_or_else(|why| why),
-    };
-    let mut candidates = vec![
-        candidate("shm", TransportChoice::Shm, shm),
-        candidate("tcp", TransportChoice::Tcp, tcp),
-    ];
-    if candidates[0].available && candidates[0].configured {
-        candidates[1].suitable = asked == TransportChoice::Tcp; // a copy that shm spares
-    }
+    let (candidates, unreachable) = survey(config, servers, Scope::Asked);
     let usable = candidates.iter().find(|c| c.available && c.configured);
     let Some(chosen) = usable.map(|c| c.scheme.clone()) else {
         if let Some(cause) = unreachable {
@@ -147,8 +220,12 @@ pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
         let why = candidates.iter().filter(|c| c.configured);
         let why: Vec<String> =
             why.map(|c| format!("{} is not available: {}", c.scheme, c.reason)).collect();
-        return Err(Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "))
-            .remedy("start the servers on this host as the same user for shm, or choose tcp"));
+        let error = Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "));
+        return Err(match asked {
+            TransportChoice::Store => error,
+            _ => error
+                .remedy("start the servers on this host as the same user for shm, or choose tcp"),
+        });
     };
     if config.strict && asked == TransportChoice::Auto && chosen != "shm" {
         return Err(Error::new(

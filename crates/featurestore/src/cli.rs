@@ -1,6 +1,7 @@
 //! Commands and flags.
 
 mod flags;
+mod mooncake;
 
 use std::{
     io::{IsTerminal, Write},
@@ -198,6 +199,7 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.config.clone_from(&args.config);
     options.transport = config.transport;
     options.strict = config.strict;
+    options.mooncake = config.mooncake;
     options.pool = config.pool;
     options.quantum = args.quantum;
     options.concurrency = args.concurrency;
@@ -231,6 +233,7 @@ fn say(line: impl std::fmt::Display) -> Result<()> {
 
 fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
     let config = Config::from_settings(&layered(file)?)?;
+    mooncake::prepare(config.transport, &config.mooncake)?;
     runtime(1, 4)?.block_on(pipeline::trainer::run(config))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -247,6 +250,7 @@ fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
     let (Some(config), Some(source)) = (config, source) else {
         unreachable!("what is missing is a problem, and problems end this");
     };
+    mooncake::prepare(config.transport, &config.mooncake)?;
     let fill = config.fill_threads;
     let fill = fill.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
     let runtime = runtime(2, fill)?;
@@ -272,7 +276,7 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     problems.settle("configure")?;
     for (key, value, source) in settings.effective() {
         say(format_args!(
-            "{:<14} {:<16} {:<32} {}",
+            "{:<17} {:<16} {:<32} {}",
             key.name,
             value.as_deref().unwrap_or("-"),
             source.to_string(),

@@ -3,6 +3,7 @@
 //! Precedence: command line, then environment (`FEATURESTORE_…`), then file, then default. Values
 //! have the same grammar everywhere; an unknown key is an error that names the nearest known one.
 
+mod mooncake;
 mod problems;
 #[cfg(feature = "cli")]
 mod server;
@@ -13,6 +14,7 @@ use std::{collections::BTreeMap, ffi::OsString, fmt, path::Path, str::FromStr, t
 use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
+pub use mooncake::{Master, MooncakeConfig};
 pub use problems::Problems;
 #[cfg(feature = "cli")]
 pub use server::{ArenaKind, ServerConfig};
@@ -54,12 +56,9 @@ const fn optional(name: &'static str, help: &'static str) -> Key {
 
 /// Every setting.
 pub const KEYS: &[Key] = &[
-    key("transport", "auto", "how samples are read: auto, shm or tcp"),
+    key("transport", "auto", "how samples are moved: auto, shm, tcp or store"),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
-    optional(
-        "pool",
-        "receive pool of a trainer that reads by tcp; the pipeline's fits its samples",
-    ),
+    optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
     key("deadline", "30s", "longest time of one fetch, and of a wait for room in the arena"),
     optional("token", "secret that control connections have to show"),
@@ -76,6 +75,16 @@ pub const KEYS: &[Key] = &[
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
     optional("fill_threads", "threads that fill captured tensors; one a core if not given"),
+    optional("mooncake", "Mooncake's master, host:port; the pipeline also takes managed"),
+    optional("mooncake_admin", "address of the master's metrics, host:port"),
+    key("mooncake_host", "127.0.0.1", "host by which other store clients reach this process"),
+    key("mooncake_metadata", "P2PHANDSHAKE", "address of Mooncake's metadata server"),
+    key("mooncake_protocol", "tcp", "how Mooncake moves payload: tcp or rdma"),
+    optional("mooncake_devices", "comma-separated RDMA devices; all if not given"),
+    optional("mooncake_venv", "virtual environment with Mooncake's wheel"),
+    optional("mooncake_library", "file of libmooncake_store.so; comes before the wheel"),
+    optional("mooncake_preload", "comma-separated libraries to open before Mooncake's"),
+    key("mooncake_lease", "10s", "the master's read leases, its default_kv_lease_ttl"),
 ];
 
 /// Where a value comes from.
@@ -153,8 +162,8 @@ impl Settings {
     /// # Errors
     /// [`ErrorKind::ConfigInvalid`] for such a variable that is no setting, with the nearest name,
     /// and for one that is not UTF-8. Left alone are variables that container platforms set for a
-    /// service called `featurestore` (`FEATURESTORE_PORT…`, `FEATURESTORE_SERVICE_…`), and those of
-    /// this project's tests.
+    /// service called `featurestore` (`FEATURESTORE_PORT…`, `FEATURESTORE_SERVICE_…`), and those that
+    /// this project sets for itself and its tests.
     pub fn environment(
         mut self,
         variables: impl IntoIterator<Item = (OsString, OsString)>,
@@ -262,9 +271,9 @@ const PREFIX: &str = "FEATURESTORE_";
 /// Whether a variable is somebody else's, though it begins as settings do.
 fn is_foreign(name: &str) -> bool {
     let of_platforms = ["PORT", "SERVICE_"].iter().any(|start| name.starts_with(start));
-    let of_tests =
-        ["BIN", "MOONCAKE_NEXT_VENV", "MOONCAKE_VENV", "STORE_LIBRARY_DIR", "TEST_NOTES"];
-    of_platforms || of_tests.contains(&name)
+    let ours =
+        ["BIN", "MOONCAKE_NEXT_VENV", "MOONCAKE_PREPARED", "STORE_LIBRARY_DIR", "TEST_NOTES"];
+    of_platforms || ours.contains(&name)
 }
 
 /// Never shows the value, which may be a secret.
@@ -295,6 +304,8 @@ pub enum TransportChoice {
     Shm,
     /// Mooncake's tcp wire.
     Tcp,
+    /// Mooncake Store.
+    Store,
 }
 
 impl FromStr for TransportChoice {
@@ -305,9 +316,10 @@ impl FromStr for TransportChoice {
             "auto" => Ok(Self::Auto),
             "shm" => Ok(Self::Shm),
             "tcp" => Ok(Self::Tcp),
+            "store" => Ok(Self::Store),
             other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
                 .with("found", format_args!("{text:?}"))
-                .remedy(suggestion(other, ["auto", "shm", "tcp"].into_iter()))),
+                .remedy(suggestion(other, ["auto", "shm", "tcp", "store"].into_iter()))),
         }
     }
 }
@@ -318,6 +330,7 @@ impl fmt::Display for TransportChoice {
             Self::Auto => "auto",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Store => "store",
         })
     }
 }
@@ -338,6 +351,8 @@ pub struct Config {
     pub deadline: Duration,
     /// Secret for control connections.
     pub token: Option<Secret>,
+    /// Where Mooncake and its store are.
+    pub mooncake: MooncakeConfig,
 }
 
 impl Default for Config {
@@ -360,6 +375,7 @@ impl Config {
             lease: settings.need("lease", duration)?,
             deadline: settings.need("deadline", duration)?,
             token: settings.get("token", |text| Secret::new(text))?,
+            mooncake: MooncakeConfig::from_settings(settings)?,
         })
     }
 
@@ -419,7 +435,7 @@ mod tests {
         assert!(error.contains("did you mean shm"), "{error}");
         for text in ["", "rdma", "nvlink-intra"] {
             let error = text.parse::<TransportChoice>().unwrap_err().to_string();
-            assert!(error.contains("auto, shm, tcp"), "{error}");
+            assert!(error.contains("auto, shm, tcp, store"), "{error}");
         }
     }
 

@@ -11,12 +11,17 @@
 //! |---|---|---|
 //! | `cli` | yes | the binary, and the modules that it is made of: `server`, `pipeline`, `input`, … |
 //! | `direct` | yes | reading a capture server's memory, by the engines `shm` and `tcp` |
+//! | `store` | no | Mooncake Store; one of the next two loads it at run time |
+//! | `mooncake` | no | Mooncake from a C library |
+//! | `mooncake-python` | no | Mooncake from its pip wheel, through an embedded interpreter |
 #![forbid(unsafe_code)]
 
 mod choose;
 pub mod config;
 #[cfg(feature = "cli")]
 pub mod input;
+#[cfg(feature = "store")]
+pub mod mooncake;
 #[cfg(feature = "cli")]
 pub mod pipeline;
 #[cfg(feature = "cli")]

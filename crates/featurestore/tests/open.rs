@@ -21,7 +21,7 @@ async fn serve(settings: &[(&str, &str)]) -> (SessionName, SessionName, SessionN
     let ready = server.ready_line();
     tokio::spawn(server.serve(std::future::pending()));
     let name = |text: &str| text.parse().unwrap();
-    (name(&ready.http), name(&ready.session), name(&ready.control))
+    (name(&ready.http), name(&ready.session), name(ready.control.as_deref().unwrap()))
 }
 
 async fn refusal(config: &Config, server: &SessionName) -> Error {

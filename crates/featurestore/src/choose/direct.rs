@@ -9,16 +9,14 @@ use std::{
 
 use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
 use control_proto::control::{Code, Hello, Limits, Response, write_bye, write_hello};
-use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, SessionName, Transport};
+use transport_core::{ClientId, Error, ErrorKind, Result, SessionName, Transport};
 use transport_mooncake_direct::{DirectTransport, Engine};
 
-use super::{Choice, Probe};
+use super::{Choice, DEFAULT_POOL, Probe};
 use crate::config::Config;
 
 /// Longest time that one server may take to answer a probe.
 const PROBE: Duration = Duration::from_secs(5);
-/// Receive pool where none is configured.
-const DEFAULT_POOL: ByteSize = ByteSize::mib(2048);
 
 /// Puts the chosen engine together, and announces this client.
 pub(super) async fn connect(
@@ -27,11 +25,10 @@ pub(super) async fn connect(
     client: &ClientId,
     choice: &Choice,
 ) -> Result<Arc<dyn Transport>> {
-    let reason = choice.candidates.iter().find(|c| c.scheme == choice.chosen);
     let mut builder = DirectTransport::builder()
         .client_id(client.clone())
         .lease(config.lease)
-        .reason(reason.map_or("", |c| c.reason.as_str()));
+        .reason(choice.reason());
     if let Some(token) = &config.token {
         builder = builder.token(token.clone());
     }

@@ -30,7 +30,22 @@ pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
 pub(super) struct OfPipeline;
 
 impl Selection for OfPipeline {
-    const NAMES: &[&str] = &["arena", "transport", "strict", "pool"];
+    const NAMES: &[&str] = &[
+        "arena",
+        "transport",
+        "strict",
+        "pool",
+        "mooncake",
+        "mooncake_admin",
+        "mooncake_host",
+        "mooncake_metadata",
+        "mooncake_protocol",
+        "mooncake_devices",
+        "mooncake_venv",
+        "mooncake_library",
+        "mooncake_preload",
+        "mooncake_lease",
+    ];
     const DEFAULTS: &[(&str, &str)] = &[("arena", "2GiB")];
 
     fn check(name: &str, value: &str) -> Result<()> {
@@ -50,6 +65,8 @@ pub(super) struct OfServer;
 impl Selection for OfServer {
     const NAMES: &[&str] = &[
         "arena",
+        "transport",
+        "pool",
         "arena_kind",
         "http",
         "data",
@@ -60,6 +77,16 @@ impl Selection for OfServer {
         "fill_threads",
         "deadline",
         "lease",
+        "mooncake",
+        "mooncake_admin",
+        "mooncake_host",
+        "mooncake_metadata",
+        "mooncake_protocol",
+        "mooncake_devices",
+        "mooncake_venv",
+        "mooncake_library",
+        "mooncake_preload",
+        "mooncake_lease",
     ];
     const REQUIRED: &[&str] = &["arena"];
 }

@@ -7,7 +7,7 @@ use transport_core::{ByteSize, Error, Result, check_host};
 use transport_mooncake_direct::Cidr;
 
 use super::{
-    Problems, Settings, duration,
+    MooncakeConfig, Problems, Settings, TransportChoice, duration,
     value::{bad, fold, nonzero_size, suggestion},
 };
 
@@ -53,6 +53,12 @@ pub struct ServerConfig {
     pub deadline: Duration,
     /// Lease of clients that have not announced themselves.
     pub lease: Duration,
+    /// What it publishes through: the store, or an arena of its own for anything else.
+    pub transport: TransportChoice,
+    /// Memory for samples on their way to the store.
+    pub pool: Option<ByteSize>,
+    /// Where Mooncake and its store are.
+    pub mooncake: MooncakeConfig,
 }
 
 impl ServerConfig {
@@ -73,8 +79,14 @@ impl ServerConfig {
             problems.note(settings.get("fill_threads", |text| bounded(text, MAX_FILL_THREADS)));
         let deadline = problems.note(settings.need("deadline", duration));
         let lease = problems.note(settings.need("lease", duration));
+        let transport: Option<TransportChoice> =
+            problems.note(settings.need("transport", str::parse));
+        let pool = problems.note(settings.get("pool", nonzero_size));
+        let mooncake = problems.note(MooncakeConfig::from_settings(settings));
         if let (Some(data), Some(control), Some(advertise), Some(token)) =
             (data, control, &advertise, &token)
+            && transport != Some(TransportChoice::Store)
+        // which has no such listeners
         {
             problems.note(reachable([("data", data), ("control", control)], advertise.is_some()));
             problems.note(guarded(control, token.is_some()));
@@ -94,6 +106,9 @@ impl ServerConfig {
             fill_threads: fill_threads.expect(NOTED),
             deadline: deadline.expect(NOTED),
             lease: lease.expect(NOTED),
+            transport: transport.expect(NOTED),
+            pool: pool.expect(NOTED),
+            mooncake: mooncake.expect(NOTED),
         })
     }
 }

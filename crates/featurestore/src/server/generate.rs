@@ -21,9 +21,8 @@ use control_proto::capture::{
 use indexmap::IndexMap;
 use tokio::{sync::SemaphorePermit, time::timeout};
 use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
-use transport_mooncake_direct::SinkReservation;
 
-use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump};
+use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump, publisher::Reserved};
 
 /// Longest time for which a body may arrive.
 const BODY: Duration = Duration::from_secs(60);
@@ -220,7 +219,7 @@ async fn publish(
 ) -> Result<Vec<Row>> {
     let names: Vec<Vec<(FeatureName, TensorMeta)>> =
         plans.iter().map(|plan| plan.objects.clone()).collect();
-    let mut reservation = state.sink.reserve(plans, options).await.map_err(how_to_make_room)?;
+    let mut reservation = state.publisher.reserve(plans, options).await?;
     let mut sums = Vec::with_capacity(places.len());
     for (sample, &place) in places.iter().enumerate() {
         let work = Work { state: state.clone(), prompts: prompts.clone(), place };
@@ -238,21 +237,6 @@ async fn publish(
     Ok(described.into_iter().zip(sums).map(row).collect())
 }
 
-/// Names the settings of this server, and of its trainers, that make room.
-fn how_to_make_room(error: Error) -> Error {
-    match error.kind() {
-        ErrorKind::CapacityExceeded if error.is_temporary() => error.remedy(
-            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or keep a lower \
-             watermark: release samples sooner (pipeline --quantum)",
-        ),
-        ErrorKind::CapacityExceeded => error.remedy(
-            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or send fewer \
-             or shorter prompts in a request",
-        ),
-        _ => error,
-    }
-}
-
 struct Work {
     state: Arc<Shared>,
     prompts: Arc<[Prompt]>,
@@ -263,11 +247,11 @@ impl Work {
     /// Fills one sample on a blocking thread, of which there are as many as `--fill-threads`.
     async fn fill(
         self,
-        mut reservation: SinkReservation,
+        mut reservation: Reserved,
         sample: usize,
         objects: usize,
         hashed: bool,
-    ) -> Result<(SinkReservation, Vec<Checksum>)> {
+    ) -> Result<(Reserved, Vec<Checksum>)> {
         let filling = tokio::task::spawn_blocking(move || {
             let prompt = &self.prompts[self.place];
             let mut sums = Vec::new();
