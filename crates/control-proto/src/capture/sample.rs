@@ -80,7 +80,11 @@ impl SampleRequest {
                 .map_err(|fault| READ.list("passthrough", fault))?;
             self.passthrough = tensors
                 .into_iter()
-                .map(|raw| Passthrough::parse(raw.get(), limits))
+                .enumerate()
+                .map(|(i, raw)| {
+                    Passthrough::parse(raw.get(), limits)
+                        .map_err(|e| e.with("in", format_args!("passthrough[{i}]")))
+                })
                 .collect::<Result<_>>()?;
         }
         if let Some(Text(transport)) =
@@ -95,11 +99,11 @@ impl SampleRequest {
     }
 
     fn parse_features(&mut self, json: &str) -> Result<()> {
-        let features = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
+        let features = READ.object_at(json, "features")?;
         for (source, raw) in features.iter().filter(|(_, raw)| *raw != "null") {
-            let place = match source {
-                "aux" => &mut self.aux,
-                "last_hidden" => &mut self.last_hidden,
+            let (place, field) = match source {
+                "aux" => (&mut self.aux, "features.aux"),
+                "last_hidden" => (&mut self.last_hidden, "features.last_hidden"),
                 _ => {
                     return Err(READ
                         .error("a feature has an unknown source")
@@ -107,8 +111,8 @@ impl SampleRequest {
                         .remedy("use aux, last_hidden, or passthrough tensors"));
                 }
             };
-            let Text(name) = serde_json::from_str(raw).map_err(|_| READ.field("features"))?;
-            *place = Some(FeatureName::new(name)?);
+            let Text(name) = serde_json::from_str(raw).map_err(|e| READ.wrong_type(field, &e))?;
+            *place = Some(FeatureName::new(name).map_err(|e| READ.unusable(field, e))?);
         }
         Ok(())
     }
@@ -264,7 +268,7 @@ impl Passthrough {
         let name: FeatureName = READ.parse(&object, "name")?;
         let named = |error: Error| error.with("feature", format_args!("{:?}", name.as_str()));
         let meta = super::parse_meta(&object, READ).map_err(named)?;
-        let raw = object.get("data").ok_or_else(|| READ.field("data")).map_err(named)?;
+        let raw = object.get("data").ok_or_else(|| READ.missing("data")).map_err(named)?;
         let most = limits.prompt_tokens.saturating_mul(16); // a few numbers per token
         let data =
             bounded_list(raw, most).map_err(|fault| READ.list("data", fault)).map_err(named)?;

@@ -21,9 +21,8 @@ use control_proto::capture::{
 use indexmap::IndexMap;
 use tokio::{sync::OwnedSemaphorePermit, time::timeout};
 use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
-use transport_mooncake_direct::SinkReservation;
 
-use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump};
+use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump, publisher::Reserved};
 
 /// Longest time for which a body may arrive.
 const BODY: Duration = Duration::from_secs(60);
@@ -230,7 +229,7 @@ async fn publish(
 ) -> Result<Vec<Row>> {
     let names: Vec<Vec<(FeatureName, TensorMeta)>> =
         plans.iter().map(|plan| plan.objects.clone()).collect();
-    let mut reservation = state.sink.reserve(plans, options).await?;
+    let mut reservation = state.publisher.reserve(plans, options).await?;
     let mut sums = Vec::with_capacity(places.len());
     for (sample, &place) in places.iter().enumerate() {
         let fill = Fill { state: state.clone(), work: work.clone(), place };
@@ -258,11 +257,11 @@ impl Fill {
     /// Fills one sample on a blocking thread, of which there are as many as `--fill-threads`.
     async fn run(
         self,
-        mut reservation: SinkReservation,
+        mut reservation: Reserved,
         sample: usize,
         objects: usize,
         hashed: bool,
-    ) -> Result<(SinkReservation, Vec<Checksum>)> {
+    ) -> Result<(Reserved, Vec<Checksum>)> {
         let filling = tokio::task::spawn_blocking(move || {
             let mut sums = Vec::new();
             let filled = (0..objects).try_for_each(|object| {
