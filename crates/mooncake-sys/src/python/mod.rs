@@ -26,6 +26,7 @@ mod libpython;
 mod object;
 mod runtime;
 mod store;
+mod transfer;
 mod wheel;
 
 pub use engine::WheelEngine;
