@@ -42,3 +42,8 @@ pub use config::ServerConfig;
 pub use config::{Config, Settings, TransportChoice};
 pub use control_proto::Secret;
 pub use store::FeatureStore;
+
+/// The examples of the README, compiled with those of the documentation.
+#[cfg(all(doctest, feature = "direct"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

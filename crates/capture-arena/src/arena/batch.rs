@@ -104,7 +104,7 @@ impl CaptureArena {
         let bytes = objects().fold(0u64, |sum, o| sum.saturating_add(footprint(o.bytes)));
         let count = objects().count();
         if bytes > self.space.report().capacity || count > self.max_objects() {
-            return Err(self.no_room(bytes, count, None, now));
+            return Err(self.never_fits(bytes, count));
         }
         self.check_older(&plan)?;
         self.check_absent(&plan)?;
@@ -248,10 +248,7 @@ impl CaptureArena {
             let overdue = self.waiting.iter().position(|w| w.deadline <= now);
             let Some(late) = overdue.and_then(|i| self.waiting.remove(i)) else { return answers };
             let waited = now.saturating_duration_since(late.since);
-            answers.push((
-                late.ticket,
-                Err(self.no_room(late.bytes, late.objects, Some(waited), now)),
-            ));
+            answers.push((late.ticket, Err(self.no_room(late.bytes, late.objects, waited, now))));
         }
     }
 

@@ -120,13 +120,13 @@ impl CaptureArena {
         MIN_OBJECTS.max(usize::try_from(self.space.report().capacity / UNIT).unwrap_or(usize::MAX))
     }
 
-    /// Says that `requested` bytes in so many objects do not fit, what is free, and who is in the
-    /// way.
+    /// Says that `requested` bytes in so many objects did not fit in time, what is free, and who is
+    /// in the way.
     pub(super) fn no_room(
         &self,
         requested: u64,
         objects: usize,
-        waited: Option<Duration>,
+        waited: Duration,
         now: Instant,
     ) -> Error {
         let space = self.space.report();
@@ -135,25 +135,34 @@ impl CaptureArena {
         } else {
             format!("no room in the arena for {requested} bytes")
         };
-        let mut error = Error::new(ErrorKind::CapacityExceeded, "reserve", what)
+        let error = Error::new(ErrorKind::CapacityExceeded, "reserve", what)
             .with("objects", self.objects.len())
             .with("max_objects", self.max_objects())
             .with("requested_bytes", requested)
             .with("free_bytes", space.free)
             .with("largest_range", space.largest)
-            .with("arena_bytes", space.capacity);
-        error = match waited {
-            Some(waited) => error.with("waited_ms", waited.as_millis()),
-            None => error.status(ErrorStatus::Permanent), // it would not fit an empty arena either
-        };
+            .with("arena_bytes", space.capacity)
+            .with("waited_ms", waited.as_millis());
         let oldest = self.oldest(now);
-        if !oldest.is_empty() {
-            error = error.with("oldest", oldest.join("; "));
-        }
-        error.remedy(
-            "give the server a larger arena, or lower the producer's high watermark \
-             (runtime.resident_high_watermark_bytes)",
-        )
+        let error = if oldest.is_empty() { error } else { error.with("oldest", oldest.join("; ")) };
+        error.remedy("use a larger arena, or a lower watermark: release samples sooner")
+    }
+
+    /// Says that a batch does not fit an empty arena either; waiting would not help.
+    pub(super) fn never_fits(&self, requested: u64, objects: usize) -> Error {
+        let capacity = self.space.report().capacity;
+        let what = if requested > capacity {
+            format!("{requested} bytes can never fit in an arena of {capacity} bytes")
+        } else {
+            format!("{objects} objects can never fit in this arena")
+        };
+        Error::new(ErrorKind::CapacityExceeded, "reserve", what)
+            .status(ErrorStatus::Permanent)
+            .with("requested_bytes", requested)
+            .with("arena_bytes", capacity)
+            .with("requested_objects", objects)
+            .with("max_objects", self.max_objects())
+            .remedy("use a larger arena, or fewer or shorter samples in a batch")
     }
 
     /// The oldest samples by one of their keys, with age and holders.

@@ -73,7 +73,11 @@ impl SampleRequest {
                 .map_err(|fault| READ.list("passthrough", fault))?;
             request.passthrough = tensors
                 .into_iter()
-                .map(|raw| Passthrough::parse(raw.get(), limits))
+                .enumerate()
+                .map(|(i, raw)| {
+                    Passthrough::parse(raw.get(), limits)
+                        .map_err(|e| e.with("in", format_args!("passthrough[{i}]")))
+                })
                 .collect::<Result<_>>()?;
         }
         if let Some(Text(transport)) =
@@ -89,11 +93,11 @@ impl SampleRequest {
     }
 
     fn parse_features(&mut self, json: &str) -> Result<()> {
-        let features = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
+        let features = READ.object_at(json, "features")?;
         for (source, raw) in features.iter().filter(|(_, raw)| *raw != "null") {
-            let place = match source {
-                "aux" => &mut self.aux,
-                "last_hidden" => &mut self.last_hidden,
+            let (place, field) = match source {
+                "aux" => (&mut self.aux, "features.aux"),
+                "last_hidden" => (&mut self.last_hidden, "features.last_hidden"),
                 _ => {
                     return Err(READ
                         .error("a feature has an unknown source")
@@ -101,8 +105,8 @@ impl SampleRequest {
                         .remedy("use aux, last_hidden, or passthrough tensors"));
                 }
             };
-            let Text(name) = serde_json::from_str(raw).map_err(|_| READ.field("features"))?;
-            *place = Some(FeatureName::new(name)?);
+            let Text(name) = serde_json::from_str(raw).map_err(|e| READ.wrong_type(field, &e))?;
+            *place = Some(FeatureName::new(name).map_err(|e| READ.unusable(field, e))?);
         }
         Ok(())
     }
@@ -256,7 +260,7 @@ impl Passthrough {
     fn parse(json: &str, limits: &Limits) -> Result<Self> {
         let object = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
         let meta = super::parse_meta(&object, READ)?;
-        let raw = object.get("data").ok_or_else(|| READ.field("data"))?;
+        let raw = object.get("data").ok_or_else(|| READ.missing("data"))?;
         let most = limits.prompt_tokens.saturating_mul(16); // a few numbers per token
         let data = bounded_list(raw, most).map_err(|fault| READ.list("data", fault))?;
         Self::new(READ.parse(&object, "name")?, meta, data)

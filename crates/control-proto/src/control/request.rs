@@ -196,7 +196,7 @@ impl<'a> Objects<'a> {
         let limit = limits.keys_per_line;
         bounded_list(list, limit).map(Self).map_err(|fault| match fault {
             ListFault::TooMany => BadLine::TooManyKeys { limit },
-            ListFault::Type | ListFault::Syntax { .. } => bad_field("objects"),
+            ListFault::Type(_) | ListFault::Syntax { .. } => bad_field("objects"),
         })
     }
 

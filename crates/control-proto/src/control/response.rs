@@ -203,7 +203,7 @@ impl Response {
             let list = object.get(name).ok_or(bad_field(name))?;
             bounded_list(list, limit).map_err(|fault| match fault {
                 ListFault::TooMany => BadLine::TooManyKeys { limit },
-                ListFault::Type | ListFault::Syntax { .. } => bad_field(name),
+                ListFault::Type(_) | ListFault::Syntax { .. } => bad_field(name),
             })
         };
         Ok(match &*op {

@@ -131,7 +131,8 @@ impl SampleRef {
         }
         let mut feature_keys = IndexMap::new();
         for (name, raw) in features(&object, "feature_keys")?.iter() {
-            let Text(key) = serde_json::from_str(raw).map_err(|_| READ.field("feature_keys"))?;
+            let Text(key) =
+                serde_json::from_str(raw).map_err(|e| READ.wrong_type("feature_keys", &e))?;
             feature_keys.insert(FeatureName::new(name)?, key.into_owned());
         }
         let mut feature_specs = IndexMap::new();
@@ -217,7 +218,7 @@ impl fmt::Debug for SampleRef {
 }
 
 fn features<'a>(object: &RawObject<'a>, field: &'static str) -> Result<RawObject<'a>> {
-    let raw = object.get(field).ok_or_else(|| READ.field(field))?;
+    let raw = object.get(field).ok_or_else(|| READ.missing(field))?;
     let features = RawObject::parse(raw).map_err(|fault| READ.object(fault))?;
     if features.len() > MAX_FEATURES {
         return Err(READ.error("too many tensors").with("found", features.len()));

@@ -36,7 +36,10 @@ pub(super) async fn connect(
         builder.engine(Engine::Shm)
     } else {
         let pool = config.pool.unwrap_or(DEFAULT_POOL);
-        builder.engine(Engine::Tcp).pool(RegionPool::new(Backing::heap(pool.get())?)?)
+        let memory = Backing::heap(pool.get()).map_err(|e| {
+            e.with("setting", "pool").remedy("set a smaller pool: FEATURESTORE_POOL, Config::pool")
+        })?;
+        builder.engine(Engine::Tcp).pool(RegionPool::new(memory)?)
     };
     let transport = Arc::new(builder.build()?);
     announce(transport.clone(), servers.to_vec()).await;

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use transport_core::ReleaseReport;
 
+use crate::choose::Choice;
+
 /// First line to the trainer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Start {
@@ -43,10 +45,10 @@ pub(super) enum Event {
     Ready {
         /// Client id, to hold samples for.
         client: String,
-        /// Chosen transport.
-        transport: String,
-        /// What was considered, and why this one.
-        reasons: Vec<String>,
+        /// What was considered, and why this transport.
+        choice: Choice,
+        /// Whether samples are seen where the server keeps them; copied otherwise.
+        views: bool,
     },
     /// A sample is read and compared.
     Verified {

@@ -19,12 +19,13 @@ const HEAD: Duration = Duration::from_secs(20);
 /// Pause after a connection could not be accepted, as when file descriptors have run out.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Serves whom `allow` lets connect until `end`, then lets requests in flight finish for at most `grace`. What is left then
-/// is cut off.
+/// Serves whom `allow` lets connect until `end`, then lets requests in flight finish for at most
+/// `grace`. What is left then is cut off. Calls `unreadable` for what is no HTTP request.
 pub(super) async fn serve(
     listener: TcpListener,
     app: Router,
     allow: &AllowList,
+    unreadable: impl Fn() + Clone + Send + 'static,
     end: impl Future<Output = ()>,
     grace: Duration,
 ) {
@@ -51,8 +52,12 @@ pub(super) async fn serve(
                     let service = TowerToHyperService::new(app.clone());
                     let connection = http.serve_connection(TokioIo::new(stream), service);
                     let connection = graceful.watch(connection);
+                    let unreadable = unreadable.clone();
                     connections.spawn(async move {
                         if let Err(error) = connection.await {
+                            if error.is_parse() {
+                                unreadable();
+                            }
                             tracing::debug!(%error, "a connection ended badly");
                         }
                         drop(place);
