@@ -19,7 +19,7 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags},
 };
 use transport_core::{
-    ArenaOffset, ByteSize, Error, ErrorKind, RegionKind, RegionMut, RegionSlice, Result,
+    ArenaOffset, ByteSize, Error, ErrorKind, MapMark, RegionKind, RegionMut, RegionSlice, Result,
     memory::Owner,
 };
 
@@ -121,6 +121,13 @@ impl Backing {
         self.0.shared.as_ref().map(|(_, handle)| handle)
     }
 
+    /// Whether some process still maps this memory under `mark`.
+    ///
+    /// True also when the kernel does not tell: memory that may be seen is not given out again.
+    pub(crate) fn is_mapped_by(&self, mark: MapMark) -> bool {
+        self.0.shared.as_ref().is_some_and(|(fd, _)| locks::is_locked(fd, mark).unwrap_or(true))
+    }
+
     /// A region to write. The caller owns the range and has no other region of it; `owner` keeps
     /// the range.
     pub(crate) fn region(&self, offset: ArenaOffset, len: u64, owner: Owner) -> RegionMut {
@@ -150,11 +157,14 @@ impl Backing {
 pub struct MappedBacking(Arc<Mapping>);
 
 impl MappedBacking {
-    /// Maps the memory that `handle` describes.
+    /// Maps the memory that `handle` describes, and marks it as mapped for as long as it is.
+    ///
+    /// The publisher sees the mark wherever this process runs and whatever becomes of it: it goes
+    /// with the last mapping, also of children that this process has forked.
     ///
     /// Refuses a handle of another host or boot, of a process or descriptor that is gone or is now
     /// something else, and memory whose size is not sealed or not as described.
-    pub fn open(handle: &SharedHandle) -> Result<Self> {
+    pub fn open(handle: &SharedHandle, mark: MapMark) -> Result<Self> {
         const OPERATION: &str = "map shared arena";
         let refuse = |kind, why: &'static str| {
             Error::new(kind, OPERATION, why).with("pid", handle.pid).with("fd", handle.fd)
@@ -207,6 +217,12 @@ impl MappedBacking {
         }
         let len = usize::try_from(handle.bytes)
             .map_err(|_| refuse(ErrorKind::Protocol, "too large for an address space"))?;
+        locks::lock(&fd, mark).map_err(|e| {
+            Error::io(OPERATION, e)
+                .with("pid", handle.pid)
+                .remedy("the kernel cannot mark the arena as mapped: use the tcp engine")
+        })?;
+        // The mapping keeps the open file, and with it the lock.
         Ok(Self(Arc::new(Mapping::of_file(&fd, len, false, OPERATION)?)))
     }
 
@@ -217,18 +233,18 @@ impl MappedBacking {
 
     /// `len` bytes at `offset`; `None` if they do not lie inside.
     ///
-    /// The mapping lives as long as the view. The bytes keep still only while this process holds
-    /// the sample that they belong to: after its release they may be overwritten.
-    pub fn slice(&self, offset: ArenaOffset, len: u64) -> Option<RegionSlice> {
+    /// # Safety
+    /// As long as `owner` lives, a clone of this mapping does, and the publisher counts this
+    /// process, under the mark that the arena was mapped with, among the holders of the object
+    /// that the range lies in.
+    pub unsafe fn view(&self, offset: ArenaOffset, len: u64, owner: Owner) -> Option<RegionSlice> {
         if offset.0.checked_add(len)? > self.bytes_len() {
             return None;
         }
         let start = self.0.at(offset.0, len);
         // SAFETY: inside a mapping that cannot shrink and that the owner keeps; the publisher
-        // writes a range only while nobody holds it (contract of this method).
-        Some(unsafe {
-            RegionSlice::from_foreign(start, len as usize, RegionKind::Shared, self.0.clone())
-        })
+        // writes a range only while nobody holds it, and the owner keeps the hold.
+        Some(unsafe { RegionSlice::from_foreign(start, len as usize, RegionKind::Shared, owner) })
     }
 }
 
@@ -330,6 +346,48 @@ impl Drop for Mapping {
         // SAFETY: mapped by the constructor with this length, and every handle into it keeps this
         // owner alive.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Locks that belong to an open file and not to a process. They end with the last descriptor or
+/// mapping of that opening, so that a lock taken for a mapping tells whether it still exists.
+mod locks {
+    use std::{
+        io,
+        os::fd::{AsRawFd, OwnedFd},
+    };
+
+    use transport_core::MapMark;
+
+    /// Locks the byte of `mark`, shared.
+    pub(super) fn lock(fd: &OwnedFd, mark: MapMark) -> io::Result<()> {
+        call(fd, libc::F_OFD_SETLK, &mut of(mark, libc::F_RDLCK))
+    }
+
+    /// Whether another opening of the file has locked the byte of `mark`.
+    pub(super) fn is_locked(fd: &OwnedFd, mark: MapMark) -> io::Result<bool> {
+        let mut lock = of(mark, libc::F_WRLCK);
+        call(fd, libc::F_OFD_GETLK, &mut lock)?;
+        Ok(i32::from(lock.l_type) != libc::F_UNLCK)
+    }
+
+    fn of(mark: MapMark, kind: i32) -> libc::flock {
+        libc::flock {
+            l_type: kind as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: mark.0.min(MapMark::MAX.0) as libc::off_t, // far beyond the end, which is fine
+            l_len: 1,
+            l_pid: 0, // asked for by the kernel
+        }
+    }
+
+    fn call(fd: &OwnedFd, command: i32, lock: &mut libc::flock) -> io::Result<()> {
+        // SAFETY: an open descriptor, and a lock that lives for the call, which these two commands
+        // read and fill.
+        match unsafe { libc::fcntl(fd.as_raw_fd(), command, std::ptr::from_mut(lock)) } {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -1,5 +1,5 @@
 //! The direct transport: samples are read out of the memory of the process that captured them.
-#![deny(unsafe_code)] // one module of the mooncake engine has some; mappings are capture-arena's
+#![deny(unsafe_code)] // but for the shm engine's views and the mooncake engine's reads
 
 mod claims;
 mod control;
