@@ -56,7 +56,7 @@ const fn optional(name: &'static str, help: &'static str) -> Key {
 
 /// Every setting.
 pub const KEYS: &[Key] = &[
-    key("transport", "auto", "how samples are moved: auto, shm, tcp or store"),
+    key("transport", "auto", "how samples are moved: auto, shm, tcp, mooncake or store"),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
     optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
@@ -304,6 +304,8 @@ pub enum TransportChoice {
     Shm,
     /// Mooncake's tcp wire.
     Tcp,
+    /// Mooncake's own transfer engine, by the protocol of the setting `mooncake_protocol`.
+    Mooncake,
     /// Mooncake Store.
     Store,
 }
@@ -316,10 +318,14 @@ impl FromStr for TransportChoice {
             "auto" => Ok(Self::Auto),
             "shm" => Ok(Self::Shm),
             "tcp" => Ok(Self::Tcp),
+            "mooncake" => Ok(Self::Mooncake),
             "store" => Ok(Self::Store),
             other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
                 .with("found", format_args!("{text:?}"))
-                .remedy(suggestion(other, ["auto", "shm", "tcp", "store"].into_iter()))),
+                .remedy(suggestion(
+                    other,
+                    ["auto", "shm", "tcp", "mooncake", "store"].into_iter(),
+                ))),
         }
     }
 }
@@ -330,6 +336,7 @@ impl fmt::Display for TransportChoice {
             Self::Auto => "auto",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Mooncake => "mooncake",
             Self::Store => "store",
         })
     }
@@ -435,7 +442,7 @@ mod tests {
         assert!(error.contains("did you mean shm"), "{error}");
         for text in ["", "rdma", "nvlink-intra"] {
             let error = text.parse::<TransportChoice>().unwrap_err().to_string();
-            assert!(error.contains("auto, shm, tcp, store"), "{error}");
+            assert!(error.contains("auto, shm, tcp, mooncake, store"), "{error}");
         }
     }
 
