@@ -2,12 +2,13 @@
 
 use std::{sync::Arc, time::Instant};
 
+use control_proto::control::Objects;
 use transport_core::{
     ArenaLocation, Descriptor, Error, Release, ReleaseReport, Result, Sequence, SessionName,
 };
 
 use super::{Inner, request::arena_of};
-use crate::{FreeTicket, transport::publishers::Publisher};
+use crate::{FreeTicket, control::ClaimObject, transport::publishers::Publisher};
 
 /// Frees that were handed over and may not be answered yet.
 ///
@@ -65,6 +66,35 @@ impl Inner {
             }
         }
         Ok(pending)
+    }
+}
+
+impl Inner {
+    /// Gives the holds of this client back, sample by sample; frees nothing.
+    pub(super) fn let_go(&self, samples: &[Arc<Descriptor>]) -> Result<()> {
+        for descriptor in samples {
+            let arena = arena_of(descriptor)?;
+            // Publishers that tell no epoch know no holds.
+            let Some(epoch) = arena.epoch else { continue };
+            let publisher = self.publishers.get(&arena.control)?;
+            let life = publisher.life_called(epoch);
+            // Under the lock until it is sent, so that a claim made meanwhile comes after it.
+            let mut claims = life.claims.lock();
+            claims.release(seqs(descriptor));
+            let objects: Vec<_> = descriptor
+                .features
+                .iter()
+                .map(|(name, feature)| ClaimObject {
+                    key: descriptor.sample.object(name).shared(),
+                    seq: feature.seq,
+                    range: None,
+                })
+                .collect();
+            for part in objects.chunks(Objects::PER_LINE) {
+                publisher.client().unhold_later(epoch, part.to_vec());
+            }
+        }
+        Ok(())
     }
 }
 
