@@ -147,7 +147,13 @@ impl Backing {
 
 /// Another process's arena, mapped read-only.
 #[derive(Clone)]
-pub struct MappedBacking(Arc<Mapping>);
+pub struct MappedBacking(Arc<Mapped>);
+
+struct Mapped {
+    map: Mapping,
+    handle: SharedHandle,
+    _fd: OwnedFd, // by which others find the memory when its maker is gone
+}
 
 impl MappedBacking {
     /// Maps the memory that `handle` describes.
@@ -207,12 +213,20 @@ impl MappedBacking {
         }
         let len = usize::try_from(handle.bytes)
             .map_err(|_| refuse(ErrorKind::Protocol, "too large for an address space"))?;
-        Ok(Self(Arc::new(Mapping::of_file(&fd, len, false, OPERATION)?)))
+        let map = Mapping::of_file(&fd, len, false, OPERATION)?;
+        let own = (std::process::id(), fd.as_raw_fd() as u32);
+        let handle = SharedHandle { pid: own.0, fd: own.1, ..handle.clone() };
+        Ok(Self(Arc::new(Mapped { map, handle, _fd: fd })))
     }
 
     /// Size in bytes.
     pub fn bytes_len(&self) -> u64 {
-        self.0.len as u64
+        self.0.map.len as u64
+    }
+
+    /// How other processes find the same memory in this one, also when its maker is gone.
+    pub fn shared_handle(&self) -> &SharedHandle {
+        &self.0.handle
     }
 
     /// `len` bytes at `offset`; `None` if they do not lie inside.
@@ -223,7 +237,7 @@ impl MappedBacking {
         if offset.0.checked_add(len)? > self.bytes_len() {
             return None;
         }
-        let start = self.0.at(offset.0, len);
+        let start = self.0.map.at(offset.0, len);
         // SAFETY: inside a mapping that cannot shrink and that the owner keeps; the publisher
         // writes a range only while nobody holds it (contract of this method).
         Some(unsafe {

@@ -90,6 +90,16 @@ impl<'p> Plan<'p> {
         self.header_bytes
     }
 
+    /// Number of rows.
+    pub fn rows(&self) -> u64 {
+        self.header.rows()
+    }
+
+    /// What tells this rollout from others under the same name.
+    pub fn generation(&self) -> u64 {
+        self.header.generation()
+    }
+
     /// Exact length of the data, a multiple of [`ALIGNMENT`].
     pub fn data_bytes(&self) -> u64 {
         self.header.data_bytes()
