@@ -68,6 +68,16 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
         });
     }
     report.check("packages of a default build", || Ok(binary::packages(workspace)));
+    for with in binary::LIBRARY_FEATURES {
+        let title = format!("packages of the library, features {with:?}");
+        report.check(&title, || Ok(binary::library_packages(workspace, with)));
+        report.check(&format!("clippy featurestore, features {with:?}"), || {
+            let mut clippy = workspace.cargo();
+            clippy.args(["clippy", "--no-deps", "--package", "featurestore", "--lib"]);
+            clippy.args(["--no-default-features", "--features", with]);
+            command(workspace, clippy.args(["--", "-D", "warnings"]))
+        });
+    }
     report.check("licences, sources and bans", || deny(workspace));
     for name in names(false) {
         // One at a time: built together, one member would get the features that another asks for.

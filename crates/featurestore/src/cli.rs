@@ -1,5 +1,7 @@
 //! Commands and flags.
 
+mod mooncake;
+
 use std::{
     io::{IsTerminal, Write},
     path::PathBuf,
@@ -19,6 +21,8 @@ use featurestore::{
 };
 use tracing_subscriber::EnvFilter;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
+
+use mooncake::MooncakeArgs;
 
 /// Moves captured tensors from inference servers to trainers.
 #[derive(Debug, Parser)]
@@ -108,9 +112,11 @@ struct PipelineArgs {
     /// Arena of each server [default: 2GiB].
     #[arg(long)]
     arena: Option<ByteSize>,
-    /// How the trainer reads: auto, shm or tcp [default: auto].
+    /// How samples move: auto, shm, tcp or store [default: auto].
     #[arg(long)]
     transport: Option<TransportChoice>,
+    #[command(flatten)]
+    mooncake: MooncakeArgs,
     /// Fail when the best transport is not available, rather than take another.
     #[arg(long)]
     strict: bool,
@@ -156,6 +162,7 @@ impl PipelineArgs {
                 settings.set(name, value)?;
             }
         }
+        self.mooncake.apply(&mut settings)?;
         Ok(settings)
     }
 }
@@ -165,9 +172,18 @@ struct ServerArgs {
     /// TOML file with settings; flags and FEATURESTORE_* variables come before it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Size of the arena, such as 2GiB. Required here, in the environment or in the file.
+    /// Size of the arena, such as 2GiB, or of the object memory that it adds to a store. Required
+    /// here, in the environment or in the file.
     #[arg(long)]
     arena: Option<String>,
+    /// store publishes through Mooncake Store; anything else through an arena of its own.
+    #[arg(long)]
+    transport: Option<TransportChoice>,
+    #[command(flatten)]
+    mooncake: MooncakeArgs,
+    /// Registered memory for samples on their way to the store [default: as much as --arena].
+    #[arg(long)]
+    pool: Option<String>,
     /// shared (other processes can map it) or heap.
     #[arg(long)]
     arena_kind: Option<String>,
@@ -210,6 +226,8 @@ impl ServerArgs {
         let mut settings = layered(self.config.as_deref())?;
         for (name, value) in [
             ("arena", &self.arena),
+            ("transport", &self.transport.map(|choice| choice.to_string())),
+            ("pool", &self.pool),
             ("arena_kind", &self.arena_kind),
             ("http", &self.http),
             ("data", &self.data),
@@ -225,6 +243,7 @@ impl ServerArgs {
                 settings.set(name, value.clone())?;
             }
         }
+        self.mooncake.apply(&mut settings)?;
         Ok(settings)
     }
 }
@@ -276,6 +295,7 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.config.clone_from(&args.config);
     options.transport = config.transport;
     options.strict = config.strict;
+    options.mooncake = config.mooncake;
     options.pool = config.pool;
     options.quantum = args.quantum;
     options.concurrency = args.concurrency;
@@ -309,6 +329,7 @@ fn say(line: impl std::fmt::Display) -> Result<()> {
 
 fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
     let config = Config::from_settings(&layered(file)?)?;
+    mooncake::prepare(config.transport, &config.mooncake)?;
     runtime(1, 4)?.block_on(pipeline::trainer::run(config))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -324,6 +345,7 @@ fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
     let (Some(config), Some(source)) = (config, source) else {
         unreachable!("what is missing is a problem, and problems end this");
     };
+    mooncake::prepare(config.transport, &config.mooncake)?;
     let fill = config.fill_threads;
     let fill = fill.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
     let runtime = runtime(2, fill)?;
@@ -349,7 +371,7 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     problems.settle("configure")?;
     for (key, value, source) in settings.effective() {
         say(format_args!(
-            "{:<14} {:<16} {:<32} {}",
+            "{:<17} {:<16} {:<32} {}",
             key.name,
             value.as_deref().unwrap_or("-"),
             source.to_string(),

@@ -3,18 +3,23 @@
 //! Precedence: command line, then environment (`FEATURESTORE_…`), then file, then default. Values
 //! have the same grammar everywhere; an unknown key is an error that names the nearest known one.
 
+mod mooncake;
 mod problems;
+#[cfg(feature = "cli")]
+mod server;
 mod value;
 
-use std::{collections::BTreeMap, fmt, net::SocketAddr, path::Path, str::FromStr, time::Duration};
+use std::{collections::BTreeMap, fmt, path::Path, str::FromStr, time::Duration};
 
 use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
-use transport_mooncake_direct::Cidr;
 
+pub use mooncake::{Master, MooncakeConfig};
 pub use problems::Problems;
+#[cfg(feature = "cli")]
+pub use server::{ArenaKind, ServerConfig};
 pub use value::duration;
-use value::{address, bad, boolean, bounded, fold, host, networks, nonzero_size, suggestion};
+use value::{boolean, fold, nonzero_size, suggestion};
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -46,9 +51,9 @@ const fn optional(name: &'static str, help: &'static str) -> Key {
 
 /// Every setting.
 pub const KEYS: &[Key] = &[
-    key("transport", "auto", "how samples are read: auto, shm or tcp"),
+    key("transport", "auto", "how samples are moved: auto, shm, tcp or store"),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
-    optional("pool", "receive pool of a trainer that reads by tcp, such as 4GiB"),
+    optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
     key("deadline", "30s", "longest time of one fetch, and of a wait for room in the arena"),
     optional("token", "secret that control connections have to show"),
@@ -61,6 +66,16 @@ pub const KEYS: &[Key] = &[
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
     optional("fill_threads", "threads that fill captured tensors; default: one a core"),
+    optional("mooncake", "Mooncake's master, host:port; the pipeline also takes managed"),
+    optional("mooncake_admin", "address of the master's metrics, host:port"),
+    key("mooncake_host", "127.0.0.1", "host by which other store clients reach this process"),
+    key("mooncake_metadata", "P2PHANDSHAKE", "address of Mooncake's metadata server"),
+    key("mooncake_protocol", "tcp", "how Mooncake moves payload: tcp or rdma"),
+    optional("mooncake_devices", "comma-separated RDMA devices; default: all"),
+    optional("mooncake_venv", "virtual environment with Mooncake's wheel"),
+    optional("mooncake_library", "file of libmooncake_store.so; comes before the wheel"),
+    optional("mooncake_preload", "comma-separated libraries to open before Mooncake's"),
+    key("mooncake_lease", "10s", "the master's read leases, its default_kv_lease_ttl"),
 ];
 
 /// Where a value comes from.
@@ -243,6 +258,8 @@ pub enum TransportChoice {
     Shm,
     /// Mooncake's tcp wire.
     Tcp,
+    /// Mooncake Store.
+    Store,
 }
 
 impl FromStr for TransportChoice {
@@ -253,9 +270,10 @@ impl FromStr for TransportChoice {
             "auto" => Ok(Self::Auto),
             "shm" => Ok(Self::Shm),
             "tcp" => Ok(Self::Tcp),
+            "store" => Ok(Self::Store),
             other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
                 .with("found", format_args!("{text:?}"))
-                .remedy(suggestion(other, ["auto", "shm", "tcp"].into_iter()))),
+                .remedy(suggestion(other, ["auto", "shm", "tcp", "store"].into_iter()))),
         }
     }
 }
@@ -266,6 +284,7 @@ impl fmt::Display for TransportChoice {
             Self::Auto => "auto",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Store => "store",
         })
     }
 }
@@ -286,6 +305,8 @@ pub struct Config {
     pub deadline: Duration,
     /// Secret for control connections.
     pub token: Option<Secret>,
+    /// Where Mooncake and its store are.
+    pub mooncake: MooncakeConfig,
 }
 
 impl Default for Config {
@@ -304,6 +325,7 @@ impl Config {
             lease: settings.need("lease", duration)?,
             deadline: settings.need("deadline", duration)?,
             token: settings.get("token", |text| Secret::new(text))?,
+            mooncake: MooncakeConfig::from_settings(settings)?,
         })
     }
 
@@ -341,101 +363,14 @@ impl Config {
         self.deadline = deadline;
         self
     }
-}
 
-/// What a server's arena is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ArenaKind {
-    /// A memory file that processes of the same user can map.
-    Shared,
-    /// Private memory, read over tcp only.
-    Heap,
-}
-
-/// How a capture server runs.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ServerConfig {
-    /// Size of the arena.
-    pub arena: ByteSize,
-    /// What it is made of.
-    pub arena_kind: ArenaKind,
-    /// HTTP address.
-    pub http: SocketAddr,
-    /// Peer-handshake address.
-    pub data: SocketAddr,
-    /// Control address.
-    pub control: SocketAddr,
-    /// Host that descriptors name.
-    pub advertise: Option<String>,
-    /// Networks that may read.
-    pub allow: Vec<Cidr>,
-    /// Secret that control connections have to show.
-    pub token: Option<Secret>,
-    /// Samples that are worked on or wait.
-    pub max_in_flight: usize,
-    /// Threads that fill captured tensors.
-    pub fill_threads: Option<usize>,
-    /// Longest wait for room.
-    pub deadline: Duration,
-    /// Lease of clients that have not announced themselves.
-    pub lease: Duration,
-}
-
-impl ServerConfig {
-    /// Checks and types what is in force. All that is wrong is reported at once.
-    pub fn from_settings(settings: &Settings) -> Result<Self> {
-        let mut problems = Problems::default();
-        let arena = problems.note(settings.need("arena", nonzero_size));
-        let arena_kind = problems.note(settings.need("arena_kind", str::parse));
-        let http = problems.note(settings.need("http", address));
-        let data = problems.note(settings.need("data", address));
-        let control = problems.note(settings.need("control", address));
-        let advertise = problems.note(settings.get("advertise", host));
-        let allow = problems.note(settings.get("allow", networks));
-        let token = problems.note(settings.get("token", |text| Secret::new(text)));
-        let max_in_flight =
-            problems.note(settings.need("max_in_flight", |text| bounded(text, MAX_IN_FLIGHT)));
-        let fill_threads =
-            problems.note(settings.get("fill_threads", |text| bounded(text, MAX_FILL_THREADS)));
-        let deadline = problems.note(settings.need("deadline", duration));
-        let lease = problems.note(settings.need("lease", duration));
-        problems.settle("configure")?;
-        const NOTED: &str = "what is missing is a problem, and problems end this";
-        Ok(Self {
-            arena: arena.expect(NOTED),
-            arena_kind: arena_kind.expect(NOTED),
-            http: http.expect(NOTED),
-            data: data.expect(NOTED),
-            control: control.expect(NOTED),
-            advertise: advertise.expect(NOTED),
-            allow: allow.expect(NOTED).unwrap_or_default(),
-            token: token.expect(NOTED),
-            max_in_flight: max_in_flight.expect(NOTED),
-            fill_threads: fill_threads.expect(NOTED),
-            deadline: deadline.expect(NOTED),
-            lease: lease.expect(NOTED),
-        })
+    /// Sets the secret to show to control listeners that ask for one.
+    #[must_use]
+    pub fn token(mut self, token: Secret) -> Self {
+        self.token = Some(token);
+        self
     }
 }
-
-impl FromStr for ArenaKind {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match fold(text).as_str() {
-            "shared" => Ok(Self::Shared),
-            "heap" => Ok(Self::Heap),
-            other => Err(bad("unknown kind of arena", text)
-                .remedy(suggestion(other, ["shared", "heap"].into_iter()))),
-        }
-    }
-}
-
-/// Most samples that a server may be told to work on at a time.
-const MAX_IN_FLIGHT: usize = 1 << 20;
-/// Most threads that a server may be told to fill tensors on.
-const MAX_FILL_THREADS: usize = 1024;
 
 #[cfg(test)]
 mod tests {
@@ -450,7 +385,7 @@ mod tests {
         assert!(error.contains("did you mean shm"), "{error}");
         for text in ["", "rdma", "nvlink-intra"] {
             let error = text.parse::<TransportChoice>().unwrap_err().to_string();
-            assert!(error.contains("auto, shm, tcp"), "{error}");
+            assert!(error.contains("auto, shm, tcp, store"), "{error}");
         }
     }
 
@@ -497,8 +432,6 @@ mod tests {
                 assert!(error.contains(part), "{text}: {error}");
             }
         }
-        let error = ServerConfig::from_settings(&Settings::new()).unwrap_err().to_string();
-        assert!(error.contains("--arena") && error.contains("FEATURESTORE_ARENA"), "{error}");
     }
 
     #[test]
@@ -506,12 +439,8 @@ mod tests {
         let mut settings = Settings::new();
         settings.set("token", "hush").unwrap();
         assert!(settings.effective().all(|(_, value, _)| value.as_deref() != Some("hush")));
-        let server = settings.clone().or_default("arena", "1MiB").unwrap();
-        for shown in [
-            format!("{settings:?}"),
-            format!("{:?}", Config::from_settings(&settings).unwrap()),
-            format!("{:?}", ServerConfig::from_settings(&server).unwrap()),
-        ] {
+        let config = Config::from_settings(&settings).unwrap();
+        for shown in [format!("{settings:?}"), format!("{config:?}")] {
             assert!(!shown.contains("hush"), "{shown}");
         }
         settings.set("token", "hush\n").unwrap(); // not a secret that a line can carry

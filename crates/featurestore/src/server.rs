@@ -3,6 +3,9 @@
 mod generate;
 mod listen;
 mod metrics;
+mod publisher;
+#[cfg(feature = "store")]
+mod store;
 
 use std::{
     io::Read,
@@ -21,18 +24,18 @@ use axum::{
     response::IntoResponse,
     routing::{get, post},
 };
-use capture_arena::{Arena, ArenaConfig, Backing};
 use control_proto::capture::Limits;
 use serde::Serialize;
 use tokio::{net::TcpListener, sync::Semaphore};
 use transport_core::{Error, Health, Result};
-use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig};
+use transport_mooncake_direct::AllowList;
 
 use crate::{
-    config::{ArenaKind, Problems, ServerConfig},
+    config::{Problems, ServerConfig},
     process::peak_rss_bytes,
     source::Source,
 };
+use publisher::Publisher;
 
 /// How long requests in flight may take after the server was asked to end.
 const GRACE: Duration = Duration::from_secs(10);
@@ -55,12 +58,12 @@ pub struct CaptureServer {
     listener: TcpListener,
     http: SocketAddr,
     allow: AllowList,
+    registrations: u64,
 }
 
 #[derive(Debug)]
 struct Shared {
-    arena: Arena,
-    sink: CaptureSink,
+    publisher: Publisher,
     source: Source,
     limits: Limits,
     bodies: Semaphore, // one a `BODY_UNIT` of bodies in flight
@@ -85,16 +88,20 @@ pub struct ReadyLine {
     pub ready: bool,
     /// Process id.
     pub pid: u32,
+    /// `arena`, or `store` for a server that publishes through Mooncake Store.
+    pub transport: &'static str,
     /// HTTP address.
     pub http: String,
-    /// Data session.
+    /// Data session; in a store, the name that it has there.
     pub session: String,
-    /// Control address.
-    pub control: String,
-    /// Life of the arena.
-    pub epoch: u64,
-    /// Size of the arena.
+    /// Control address; none in a store.
+    pub control: Option<String>,
+    /// Life of the arena; none in a store.
+    pub epoch: Option<u64>,
+    /// Size of the arena, or of the object memory that the server adds to a store.
     pub arena_bytes: u64,
+    /// Memory registrations so far; no sample adds one.
+    pub registrations: u64,
 }
 
 /// What `GET /health` answers: the measured [`Health`], and the server's own numbers.
@@ -102,35 +109,28 @@ pub struct ReadyLine {
 struct HealthReport {
     #[serde(flatten)]
     health: Health,
-    epoch: u64,
+    epoch: Option<u64>,
     session: String,
-    control: String,
+    control: Option<String>,
     samples_in_flight: usize,
     peak_rss_bytes: u64,
 }
 
 impl CaptureServer {
-    /// Takes the arena and binds every port. All that is wrong is reported at once.
+    /// Takes the arena, or joins the store, and binds every port. All that is wrong is reported at
+    /// once.
     pub async fn bind(config: &ServerConfig, source: Source) -> Result<Self> {
         let mut problems = Problems::default();
         let listener = problems.note(bind_http(config.http).await);
-        problems.note(check_bind("data", config.data));
-        problems.note(check_bind("control", config.control));
-        let backing = problems.note(match config.arena_kind {
-            ArenaKind::Shared => Backing::shared(config.arena.get()),
-            ArenaKind::Heap => Backing::heap(config.arena.get()),
-        });
+        let publisher = Publisher::start(config, &mut problems).await;
         problems.settle("start capture server")?;
-        let (Some(listener), Some(backing)) = (listener, backing) else {
+        let (Some(listener), Some(publisher)) = (listener, publisher) else {
             unreachable!("what is missing is a problem, and problems end this");
         };
-        let settings = ArenaConfig::default().deadline(config.deadline).lease(config.lease);
-        let arena = Arena::start(backing, settings)?;
-        let sink = CaptureSink::start(arena.clone(), sink_config(config))?;
+        let registrations = publisher.health().await?.registrations;
         let http = listener.local_addr().map_err(|e| Error::io("bind http port", e))?;
         let state = Arc::new(Shared {
-            arena,
-            sink,
+            publisher,
             source,
             limits: Limits { body_bytes: MAX_BODY, ..Limits::default() },
             bodies: Semaphore::new(MAX_BODIES / BODY_UNIT),
@@ -139,19 +139,23 @@ impl CaptureServer {
             places: Semaphore::new(config.max_in_flight),
             counts: Counts::default(),
         });
-        Ok(Self { state, listener, http, allow: AllowList::new(config.allow.clone()) })
+        let allow = AllowList::new(config.allow.clone());
+        Ok(Self { state, listener, http, allow, registrations })
     }
 
     /// What to print once the server can be reached.
     pub fn ready_line(&self) -> ReadyLine {
+        let identity = self.state.publisher.identity();
         ReadyLine {
             ready: true,
             pid: std::process::id(),
+            transport: identity.transport,
             http: self.http.to_string(),
-            session: self.state.sink.session().to_string(),
-            control: self.state.sink.control().to_string(),
-            epoch: self.state.arena.epoch().0,
-            arena_bytes: self.state.arena.capacity(),
+            session: identity.session,
+            control: identity.control,
+            epoch: identity.epoch,
+            arena_bytes: identity.capacity,
+            registrations: self.registrations,
         }
     }
 
@@ -163,9 +167,7 @@ impl CaptureServer {
             .route("/metrics", get(prometheus))
             .with_state(self.state.clone());
         listen::serve(self.listener, app, &self.allow, end, GRACE).await;
-        let closed = self.state.sink.close().await;
-        self.state.arena.close();
-        closed
+        self.state.publisher.close().await
     }
 }
 
@@ -187,23 +189,14 @@ fn check_bind(flag: &'static str, address: SocketAddr) -> Result<()> {
     })
 }
 
-fn sink_config(config: &ServerConfig) -> SinkConfig {
-    let mut sink = SinkConfig::default();
-    sink.data_bind = config.data;
-    sink.control_bind = config.control;
-    sink.advertise_host.clone_from(&config.advertise);
-    sink.token.clone_from(&config.token);
-    sink.allow = AllowList::new(config.allow.clone());
-    sink
-}
-
 impl Shared {
     async fn report(&self) -> Result<HealthReport> {
+        let identity = self.publisher.identity();
         Ok(HealthReport {
-            health: self.sink.health().await?,
-            epoch: self.arena.epoch().0,
-            session: self.sink.session().to_string(),
-            control: self.sink.control().to_string(),
+            health: self.publisher.health().await?,
+            epoch: identity.epoch,
+            session: identity.session,
+            control: identity.control,
             samples_in_flight: self.max_in_flight - self.places.available_permits(),
             peak_rss_bytes: peak_rss_bytes(),
         })

@@ -488,10 +488,18 @@ pub struct Health {
     pub device_payload_bytes: u64,
     /// Memory that an unfinished transfer may still write.
     pub quarantined_bytes: u64,
+    /// Times that memory was registered with an engine. It grows while pools grow, and never with
+    /// the samples that are moved. Left out of JSON where nothing was ever registered.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub registrations: u64,
     /// Open connections to or from peers.
     pub connected_peers: u64,
     /// Lines, frames or requests of peers that were refused.
     pub protocol_errors: u64,
     /// The newest failure, for people.
     pub last_error: Option<String>,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }

@@ -108,6 +108,12 @@ impl StoreTransport {
         self.shared.memory.adopt(region)
     }
 
+    /// The name under which the cluster knows this client, `host:port`. Blocks.
+    pub fn hostname(&self) -> Result<String> {
+        self.open("get host name")?;
+        self.shared.api.hostname()
+    }
+
     /// Counters beyond [`Transport::health`].
     pub fn stats(&self) -> StoreStats {
         let Shared { ledger, memory, .. } = &*self.shared;
@@ -299,6 +305,7 @@ impl Transport for StoreTransport {
         health.stale_frees = load(&ledger.stale);
         health.host_payload_bytes = load(&ledger.host_bytes);
         health.quarantined_bytes = memory.quarantined_bytes() + load(&self.shared.abandoned_bytes);
+        health.registrations = memory.registrations();
         health.last_error = ledger.last_error();
         Ok(health)
     }

@@ -15,6 +15,7 @@ use super::{
     messages::{Event, Start},
     report::ServerReport,
 };
+use crate::config::{MooncakeConfig, TransportChoice};
 
 /// How long a process may take to get ready.
 const START: Duration = Duration::from_secs(30);
@@ -24,7 +25,7 @@ const STOP: Duration = Duration::from_secs(15);
 /// Address of a server's listeners.
 const ANY_PORT: &str = "127.0.0.1:0";
 
-fn command(options: &Options, subcommand: &str) -> Result<Command> {
+fn command(options: &Options, mooncake: &MooncakeConfig, subcommand: &str) -> Result<Command> {
     let binary = std::env::current_exe().map_err(|e| Error::io("start process", e))?;
     let mut command = Command::new(binary);
     command
@@ -39,6 +40,11 @@ fn command(options: &Options, subcommand: &str) -> Result<Command> {
     if let Some(config) = &options.config {
         command.arg("--config").arg(config);
     }
+    if options.transport == TransportChoice::Store {
+        command.envs(mooncake.variables());
+        #[cfg(feature = "store")]
+        command.envs(crate::mooncake::environment(mooncake));
+    }
     Ok(command)
 }
 
@@ -51,8 +57,9 @@ fn lost(what: &str, why: impl std::fmt::Display) -> Error {
 pub(super) struct Server {
     pub(super) name: String,
     pub(super) http: String,
-    pub(super) control: String,
+    pub(super) control: Option<String>,
     pub(super) arena_bytes: u64,
+    registrations: u64,
     child: Child,
     lines: Option<Lines<BufReader<ChildStdout>>>, // until it is ready
     _stdin: ChildStdin, // its end tells the server that this process is gone
@@ -61,13 +68,20 @@ pub(super) struct Server {
 
 impl Server {
     /// Starts the process; [`Self::ready`] waits for it.
-    pub(super) fn start(options: &Options, index: usize) -> Result<Self> {
+    pub(super) fn start(
+        options: &Options,
+        mooncake: &MooncakeConfig,
+        index: usize,
+        pool: u64,
+    ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let taps: Vec<String> = options.model.taps.iter().map(ToString::to_string).collect();
-        let mut command = command(options, "capture-server")?;
+        let mut command = command(options, mooncake, "capture-server")?;
         command.arg("--exit-with-parent");
         for (flag, value) in [
+            ("--transport", options.transport.to_string()),
             ("--arena", options.arena.to_string()),
+            ("--pool", pool.to_string()), // counts for the store only
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
             ("--max-in-flight", options.concurrency.to_string()),
             ("--hidden", options.model.hidden.to_string()),
@@ -91,8 +105,9 @@ impl Server {
         Ok(Self {
             name,
             http: String::new(),
-            control: String::new(),
+            control: None,
             arena_bytes: 0,
+            registrations: 0,
             child,
             lines: Some(lines),
             _stdin: stdin,
@@ -118,8 +133,10 @@ impl Server {
         let ready: Value = serde_json::from_str(&line)
             .map_err(|e| lost(&self.name, "printed no ready line").source(e))?;
         let text = |field: &str| ready[field].as_str().unwrap_or_default().to_owned();
-        (self.http, self.control) = (text("http"), text("control"));
+        self.http = text("http");
+        self.control = ready["control"].as_str().map(str::to_owned);
         self.arena_bytes = ready["arena_bytes"].as_u64().unwrap_or(0);
+        self.registrations = ready["registrations"].as_u64().unwrap_or(0);
         Ok(())
     }
 
@@ -128,7 +145,9 @@ impl Server {
         let url = format!("http://{}/health", self.http);
         let fail = |e: reqwest::Error| lost(&self.name, "did not answer GET /health").source(e);
         let answer = self.client.get(url).timeout(STOP).send().await.map_err(fail)?;
-        answer.json().await.map_err(fail)
+        let mut report: ServerReport = answer.json().await.map_err(fail)?;
+        report.registrations_while_running = report.registrations - self.registrations;
+        Ok(report)
     }
 
     /// Completes when the process ends, which it should not.
@@ -163,9 +182,14 @@ pub(super) struct Trainer {
 }
 
 impl Trainer {
-    pub(super) async fn start(options: &Options, start: &Start) -> Result<Self> {
-        let mut child =
-            command(options, "trainer")?.spawn().map_err(|e| Error::io("start trainer", e))?;
+    pub(super) async fn start(
+        options: &Options,
+        mooncake: &MooncakeConfig,
+        start: &Start,
+    ) -> Result<Self> {
+        let mut child = command(options, mooncake, "trainer")?
+            .spawn()
+            .map_err(|e| Error::io("start trainer", e))?;
         let name = format!("the trainer (pid {})", child.id().unwrap_or(0));
         let mut stdin = child.stdin.take().expect("piped");
         let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());

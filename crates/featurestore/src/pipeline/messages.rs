@@ -8,7 +8,7 @@ use transport_core::ReleaseReport;
 /// First line to the trainer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Start {
-    /// `auto`, `shm` or `tcp`.
+    /// `auto`, `shm`, `tcp` or `store`.
     pub(super) transport: String,
     /// Whether an unavailable transport is an error.
     pub(super) strict: bool,
@@ -88,6 +88,8 @@ pub(super) struct Totals {
     pub(super) released: Released,
     /// Tensor payload that passed through the trainer's host memory.
     pub(super) host_payload_bytes: u64,
+    /// Memory registrations that reading samples has cost.
+    pub(super) registrations: u64,
     /// Largest resident set.
     pub(super) peak_rss_bytes: u64,
 }

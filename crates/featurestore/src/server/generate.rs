@@ -21,9 +21,8 @@ use control_proto::capture::{
 use indexmap::IndexMap;
 use tokio::{sync::SemaphorePermit, time::timeout};
 use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
-use transport_mooncake_direct::SinkReservation;
 
-use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump};
+use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump, publisher::Reserved};
 
 /// Longest time for which a body may arrive.
 const BODY: Duration = Duration::from_secs(60);
@@ -220,7 +219,7 @@ async fn publish(
 ) -> Result<Vec<Row>> {
     let names: Vec<Vec<(FeatureName, TensorMeta)>> =
         plans.iter().map(|plan| plan.objects.clone()).collect();
-    let mut reservation = state.sink.reserve(plans, options).await?;
+    let mut reservation = state.publisher.reserve(plans, options).await?;
     let mut sums = Vec::with_capacity(places.len());
     for (sample, &place) in places.iter().enumerate() {
         let work = Work { state: state.clone(), prompts: prompts.clone(), place };
@@ -248,11 +247,11 @@ impl Work {
     /// Fills one sample on a blocking thread, of which there are as many as `--fill-threads`.
     async fn fill(
         self,
-        mut reservation: SinkReservation,
+        mut reservation: Reserved,
         sample: usize,
         objects: usize,
         hashed: bool,
-    ) -> Result<(SinkReservation, Vec<Checksum>)> {
+    ) -> Result<(Reserved, Vec<Checksum>)> {
         let filling = tokio::task::spawn_blocking(move || {
             let prompt = &self.prompts[self.place];
             let mut sums = Vec::new();

@@ -305,7 +305,10 @@ suite! { ($)
     publishing::a_key_is_free_after_its_release:
         "a released key can be published again", ROOMY;
     publishing::replacing_shows_the_new_bytes:
-        "replace makes the new bytes readable and the old ones unreadable", ROOMY;
+        "replace makes the new bytes readable", ROOMY;
+    publishing::a_replaced_life_cannot_be_fetched:
+        "the descriptor of a replaced life does not pass for the new one", ROOMY,
+        needs Need::StalenessChecked;
     publishing::the_replaced_life_drains:
         "a held life that was replaced goes when its holder lets go", ROOMY,
         needs Need::StalenessChecked;
