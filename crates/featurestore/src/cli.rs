@@ -1,6 +1,8 @@
 //! Commands and flags.
 
 mod mooncake;
+#[cfg(feature = "rollout")]
+mod rollout;
 
 use std::{
     io::{IsTerminal, Write},
@@ -38,6 +40,7 @@ Examples:
   featurestore pipeline --paper --json           the published benchmark's load
   featurestore pipeline --input DIR              real captures (*.safetensors)
   featurestore capture-server --arena 2GiB       one capture server
+  featurestore rollout bench                     puts and gets across processes, by shm
   featurestore config show --config FILE         settings in force, with their sources
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 the job ran but its result is wrong.
@@ -49,6 +52,10 @@ enum Command {
     Pipeline(Box<PipelineArgs>),
     /// Owns an arena and answers POST /generate with captures; GET /health, GET /metrics.
     CaptureServer(Box<ServerArgs>),
+    /// Puts, gets, inspects and measures rollouts; reads and writes Mooncake's objects.
+    #[cfg(feature = "rollout")]
+    #[command(subcommand)]
+    Rollout(Box<rollout::RolloutCommand>),
     /// Shows settings.
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -267,6 +274,8 @@ pub(crate) fn run() -> ExitCode {
     let outcome = match cli.command {
         Command::Pipeline(args) => pipeline(&args),
         Command::CaptureServer(args) => capture_server(&args),
+        #[cfg(feature = "rollout")]
+        Command::Rollout(command) => rollout::run(*command),
         Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
         Command::Trainer { config } => trainer(config.as_deref()),
     };

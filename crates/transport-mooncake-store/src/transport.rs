@@ -142,7 +142,11 @@ impl StoreTransport {
         .await
     }
 
-    fn open(&self, operation: &'static str) -> Result<()> {
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    pub(crate) fn open(&self, operation: &'static str) -> Result<()> {
         if self.shared.closed.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Closed, operation, "the transport was closed"));
         }

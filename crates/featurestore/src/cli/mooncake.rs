@@ -8,7 +8,7 @@ use featurestore::{
 use transport_core::Result;
 
 /// Where Mooncake is. More settings are in the file and the environment; see `config show`.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub(super) struct MooncakeArgs {
     /// Master of the store, HOST:PORT. The pipeline also takes managed: one of its own, on loopback,
     /// that ends with it.
@@ -39,6 +39,23 @@ impl MooncakeArgs {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(feature = "rollout")]
+impl MooncakeArgs {
+    /// The flags again, for a process that this one starts.
+    pub(super) fn flags(&self) -> Vec<std::ffi::OsString> {
+        [
+            ("--mooncake", self.mooncake.as_ref().map(ToString::to_string)),
+            ("--mooncake-venv", self.mooncake_venv.clone()),
+            ("--mooncake-library", self.mooncake_library.clone()),
+            ("--mooncake-admin", self.mooncake_admin.clone()),
+        ]
+        .into_iter()
+        .filter_map(|(name, value)| Some([name.into(), value?.into()]))
+        .flatten()
+        .collect()
     }
 }
 

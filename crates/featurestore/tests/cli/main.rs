@@ -6,4 +6,5 @@ mod common;
 mod config;
 mod faults;
 mod pipeline;
+mod rollout;
 mod server;

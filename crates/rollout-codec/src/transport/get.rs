@@ -108,7 +108,9 @@ impl Inner {
     pub(super) async fn read_root(&self, handle: &Handle) -> Result<Root> {
         let deadline = Instant::now() + self.config.deadline;
         let root = handle.root();
-        let region = fetch(&self.transport, root.clone(), Destination::Pool, deadline).await?;
+        let views = self.transport.info().capabilities.views;
+        let destination = if views { Destination::View } else { Destination::Pool };
+        let region = fetch(&self.transport, root.clone(), destination, deadline).await?;
         let bytes = region.as_bytes().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "get rollout", "the root is in device memory")
         })?;

@@ -86,8 +86,18 @@ impl RolloutTransport {
             .iter()
             .map(|locator| rows.iter().enumerate().map(|row| place(locator, row)).collect())
             .collect::<Result<_>>()?;
-        let wanted = places.iter().flatten().flatten().cloned().collect();
-        let (_, data) = self.0.ranges(handle, |_| Ok(wanted)).await?;
+        // What came with the offsets is at hand.
+        let wanted: Vec<_> = places
+            .iter()
+            .flatten()
+            .flatten()
+            .filter(|range| cut(&index, range).is_err())
+            .cloned()
+            .collect();
+        let mut data = index;
+        if !wanted.is_empty() {
+            data.extend(self.0.ranges(handle, |_| Ok(wanted)).await?.1);
+        }
         self.0.counters.got();
         let infos: IndexMap<&str, Option<Dtype>> =
             header.fields().map(|field| (field.name, field.dtype)).collect();
