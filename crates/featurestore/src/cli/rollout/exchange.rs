@@ -66,6 +66,10 @@ pub(crate) struct CleanupArgs {
     /// Files with handles, or with lines that put prints.
     #[arg(value_name = "FILE")]
     handles: Vec<PathBuf>,
+    /// Files with exported references of Mooncake, whose objects are removed from the store that
+    /// --mooncake names.
+    #[arg(long, value_name = "REF.json", conflicts_with = "handles")]
+    r#ref: Vec<PathBuf>,
     #[command(flatten)]
     transport: TransportArgs,
 }
@@ -199,6 +203,10 @@ pub(super) fn get(args: &GetArgs) -> Result<ExitCode> {
 }
 
 pub(super) fn cleanup(args: &CleanupArgs) -> Result<ExitCode> {
+    if !args.r#ref.is_empty() {
+        say(json!({"removed_objects": files::cleanup(&args.r#ref, &args.transport)?}))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let handles = args.handles.iter().map(|file| handle(file)).collect::<Result<Vec<_>>>()?;
     with_reader(&args.transport, async |endpoint| {
         let report = endpoint.rollouts().cleanup(&handles).await?;

@@ -11,11 +11,12 @@ use rollout_codec::{
     Schema, Value,
     commands::{self, EncodeOptions},
     json::{self, Style},
-    mooncake::{DEFAULT_CHUNK_BYTES, Dump, Encoded, Reference},
+    mooncake::{DEFAULT_CHUNK_BYTES, Dump, Encoded, ObjectStore, Reference},
     notation::Layout,
 };
 use transport_core::{Error, ErrorKind, Result};
 
+use super::TransportArgs;
 use crate::cli::say;
 
 /// Largest file that is read.
@@ -24,8 +25,13 @@ const MAX_FILE_BYTES: u64 = 4 << 30;
 #[derive(Debug, Args)]
 pub(crate) struct DecodeArgs {
     /// Stored objects in the dump format: `key`, `len`, hexadecimal lines, `end`.
-    #[arg(long, value_name = "DUMP")]
-    objects: PathBuf,
+    #[arg(long, value_name = "DUMP", required_unless_present = "live")]
+    objects: Option<PathBuf>,
+    /// Reads from the store that --mooncake names rather than from a dump.
+    #[arg(long, conflicts_with = "objects")]
+    live: bool,
+    #[command(flatten)]
+    transport: TransportArgs,
     /// Exported reference of the rollout.
     #[arg(long, value_name = "REF.json", required_unless_present = "manifest")]
     r#ref: Option<PathBuf>,
@@ -57,8 +63,13 @@ pub(crate) struct EncodeArgs {
     #[arg(long, value_name = "FILE.json")]
     decoded: PathBuf,
     /// Where the stored objects go, in the dump format.
-    #[arg(long, value_name = "DUMP")]
-    out: PathBuf,
+    #[arg(long, value_name = "DUMP", required_unless_present = "live")]
+    out: Option<PathBuf>,
+    /// Writes to the store that --mooncake names rather than to a dump.
+    #[arg(long, conflicts_with = "out")]
+    live: bool,
+    #[command(flatten)]
+    transport: TransportArgs,
     /// Where the reference goes; standard output if not given.
     #[arg(long, value_name = "REF.json")]
     out_ref: Option<PathBuf>,
@@ -96,9 +107,17 @@ fn hexadecimal(text: &str) -> std::result::Result<u128, String> {
 }
 
 pub(super) fn decode(args: &DecodeArgs) -> Result<ExitCode> {
-    let objects = dump(&args.objects)?;
-    let record = match (&args.manifest, &args.r#ref) {
-        (Some(key), _) => commands::decode_members(&objects, key)?,
+    let dumped = args.objects.as_deref().map(dump).transpose()?;
+    let record = match &dumped {
+        Some(dump) => record(args, &dump.objects)?,
+        None => with_store(&args.transport, |store| record(args, store))?,
+    };
+    print(&record, args.json)
+}
+
+fn record<S: ObjectStore + ?Sized>(args: &DecodeArgs, store: &S) -> Result<Value> {
+    match (&args.manifest, &args.r#ref) {
+        (Some(key), _) => commands::decode_stored_members(store, key),
         (None, Some(file)) => {
             let reference = reference(file)?;
             let layout = match args.layout {
@@ -106,11 +125,46 @@ pub(super) fn decode(args: &DecodeArgs) -> Result<ExitCode> {
                 LayoutArg::Auto if !all_inferred(&reference) => Layout::Flat,
                 LayoutArg::Auto | LayoutArg::Envelope => Layout::Envelope,
             };
-            commands::decode(&objects, &reference, layout)?
+            commands::decode_stored(store, &reference, layout)
         }
         (None, None) => unreachable!("the flags need one of them"),
-    };
-    print(&record, args.json)
+    }
+}
+
+/// Removes the objects that exported references name; how many there were.
+pub(super) fn cleanup(files: &[PathBuf], transport: &TransportArgs) -> Result<u64> {
+    let references = files.iter().map(|file| reference(file)).collect::<Result<Vec<_>>>()?;
+    with_store(transport, |store| {
+        references.iter().try_fold(0, |removed, reference| {
+            Ok(removed + rollout_codec::mooncake::cleanup(store, reference)?)
+        })
+    })
+}
+
+/// Runs `work` on the objects of a real store.
+#[cfg(feature = "store")]
+fn with_store<T>(
+    args: &TransportArgs,
+    work: impl FnOnce(&mut featurestore::rollout::StoreObjects) -> Result<T>,
+) -> Result<T> {
+    let mut options = args.options(None)?;
+    options.config.transport = featurestore::TransportChoice::Store;
+    super::prepare(&options)?;
+    crate::cli::runtime(2, 8)?.block_on(async {
+        let endpoint = super::open(options).await?;
+        let done = endpoint.objects("open store").and_then(|mut store| work(&mut store));
+        let closed = endpoint.close().await;
+        done.and_then(|done| closed.map(|()| done))
+    })
+}
+
+#[cfg(not(feature = "store"))]
+fn with_store<T>(
+    _: &TransportArgs,
+    _: impl FnOnce(&mut rollout_codec::mooncake::MemoryStore) -> Result<T>,
+) -> Result<T> {
+    let error = Error::new(ErrorKind::Unsupported, "join Mooncake Store", "built without it");
+    Err(error.remedy("build with --features mooncake-python, or mooncake for a C library"))
 }
 
 fn all_inferred(reference: &Reference) -> bool {
@@ -174,9 +228,18 @@ pub(super) fn encode(args: &EncodeArgs) -> Result<ExitCode> {
         Some("slime-mooncake") => Schema::slime_mooncake(),
         Some(file) => Schema::from_value(&json::parse(&read(Path::new(file))?)?)?,
     };
-    let (mut dump, reference) = commands::encode(&json::parse(&read(&args.decoded)?)?, &options)?;
-    dump.note.clone_from(&args.note);
-    write(&args.out, &dump.to_text()?)?;
+    let decoded = json::parse(&read(&args.decoded)?)?;
+    let reference = match &args.out {
+        Some(out) => {
+            let (mut dump, reference) = commands::encode(&decoded, &options)?;
+            dump.note.clone_from(&args.note);
+            write(out, &dump.to_text()?)?;
+            reference
+        }
+        None => {
+            with_store(&args.transport, |store| commands::encode_stored(store, &decoded, &options))?
+        }
+    };
     if let Some(reference) = reference {
         let text = reference.to_json(Style::PRETTY)?;
         match &args.out_ref {
