@@ -70,6 +70,38 @@ impl Backing {
     /// The file has no name, is not inherited by child programs, cannot be executed, and its size
     /// is sealed. Same size rules as [`Self::heap`].
     pub fn shared(bytes: u64) -> Result<Self> {
+        Self::shared_sealed(bytes, SIZE_SEALS)
+    }
+
+    /// As [`Self::shared`], for bytes that are written once: [`Self::freeze`] ends that.
+    pub fn freezable(bytes: u64) -> Result<Self> {
+        Self::shared_sealed(bytes, SIZE_SEALS.difference(SealFlags::SEAL))
+    }
+
+    /// Sees to it that nobody ever writes this memory again, here or elsewhere.
+    ///
+    /// Fails with [`ErrorKind::Busy`] while a clone or a region of it lives, and with
+    /// [`ErrorKind::Unsupported`] for memory that was not made by [`Self::freezable`].
+    pub fn freeze(self) -> Result<MappedBacking> {
+        const OPERATION: &str = "freeze shared memory";
+        let block = Arc::into_inner(self.0).ok_or_else(|| {
+            Error::new(ErrorKind::Busy, OPERATION, "something can still write it")
+                .remedy("drop its regions, pools and clones first")
+        })?;
+        let Some((fd, handle)) = block.shared else {
+            return Err(Error::new(ErrorKind::Unsupported, OPERATION, "private memory"));
+        };
+        drop(block.map); // the one writable mapping
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE | SealFlags::SEAL).map_err(|e| {
+            Error::new(ErrorKind::Unsupported, OPERATION, "the kernel does not seal it")
+                .source(std::io::Error::from(e))
+        })?;
+        let len = usize::try_from(handle.bytes).expect("was mapped");
+        let map = Mapping::of_file(&fd, len, false, OPERATION)?;
+        Ok(MappedBacking(Arc::new(Mapped { map, handle, frozen: true, _fd: fd })))
+    }
+
+    fn shared_sealed(bytes: u64, seals: SealFlags) -> Result<Self> {
         const OPERATION: &str = "create shared arena";
         let failed = |e: rustix::io::Errno| {
             Error::io(OPERATION, e.into()).with("bytes", bytes).remedy(
@@ -87,7 +119,7 @@ impl Backing {
         let map = Mapping::of_file(&fd, len, true, OPERATION)?;
         // With the writable mapping made, no other process can make one. Since Linux 5.1.
         let _ = rustix::fs::fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE);
-        rustix::fs::fcntl_add_seals(&fd, SIZE_SEALS).map_err(failed)?;
+        rustix::fs::fcntl_add_seals(&fd, seals).map_err(failed)?;
         let stat = rustix::fs::fstat(&fd).map_err(failed)?;
         let handle = SharedHandle {
             boot_id: limits::boot_id()?,
@@ -154,7 +186,14 @@ impl Backing {
 
 /// Another process's arena, mapped read-only.
 #[derive(Clone)]
-pub struct MappedBacking(Arc<Mapping>);
+pub struct MappedBacking(Arc<Mapped>);
+
+struct Mapped {
+    map: Mapping,
+    handle: SharedHandle,
+    frozen: bool,
+    _fd: OwnedFd, // by which others find the memory when its maker is gone
+}
 
 impl MappedBacking {
     /// Maps the memory that `handle` describes, and marks it as mapped for as long as it is.
@@ -223,25 +262,45 @@ impl MappedBacking {
                 .remedy("the kernel cannot mark the arena as mapped: use the tcp engine")
         })?;
         // The mapping keeps the open file, and with it the lock.
-        Ok(Self(Arc::new(Mapping::of_file(&fd, len, false, OPERATION)?)))
+        let map = Mapping::of_file(&fd, len, false, OPERATION)?;
+        let own = (std::process::id(), fd.as_raw_fd() as u32);
+        let handle = SharedHandle { pid: own.0, fd: own.1, ..handle.clone() };
+        let frozen = seals.contains(SealFlags::WRITE);
+        Ok(Self(Arc::new(Mapped { map, handle, frozen, _fd: fd })))
     }
 
     /// Size in bytes.
     pub fn bytes_len(&self) -> u64 {
-        self.0.len as u64
+        self.0.map.len as u64
+    }
+
+    /// How other processes find the same memory in this one, also when its maker is gone.
+    pub fn shared_handle(&self) -> &SharedHandle {
+        &self.0.handle
+    }
+
+    /// `len` bytes at `offset` of memory that was [frozen](Backing::freeze); `None` if it was not,
+    /// or if they do not lie inside.
+    pub fn frozen(&self, offset: ArenaOffset, len: u64) -> Option<RegionSlice> {
+        if !self.0.frozen {
+            return None;
+        }
+        // SAFETY: the owner is a clone of this mapping; no holder is needed, for the kernel lets
+        // nobody write what carries the seal that was looked for.
+        unsafe { self.view(offset, len, self.0.clone()) }
     }
 
     /// `len` bytes at `offset`; `None` if they do not lie inside.
     ///
     /// # Safety
-    /// As long as `owner` lives, a clone of this mapping does, and the publisher counts this
-    /// process, under the mark that the arena was mapped with, among the holders of the object
-    /// that the range lies in.
+    /// As long as `owner` lives, a clone of this mapping does, and nobody writes the range: it is
+    /// frozen, or the publisher counts this process, under the mark that the arena was mapped
+    /// with, among the holders of the object that the range lies in.
     pub unsafe fn view(&self, offset: ArenaOffset, len: u64, owner: Owner) -> Option<RegionSlice> {
         if offset.0.checked_add(len)? > self.bytes_len() {
             return None;
         }
-        let start = self.0.at(offset.0, len);
+        let start = self.0.map.at(offset.0, len);
         // SAFETY: inside a mapping that cannot shrink and that the owner keeps; the publisher
         // writes a range only while nobody holds it, and the owner keeps the hold.
         Some(unsafe { RegionSlice::from_foreign(start, len as usize, RegionKind::Shared, owner) })

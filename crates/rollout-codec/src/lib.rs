@@ -29,6 +29,8 @@ mod restore;
 mod rollout;
 mod rows;
 mod schema;
+#[cfg(feature = "transport")]
+pub mod transport;
 mod value;
 
 pub use column::{

@@ -436,16 +436,14 @@ fn add_data(health: &mut Health, data: DataServerStats) {
 
 fn check_sources(batch: &[Publication]) -> Result<()> {
     for publication in batch {
-        for (name, tensor) in &publication.tensors {
-            if tensor.data.as_bytes().is_none() {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    "publish",
-                    "this sink cannot read device memory",
-                )
-                .with("key", publication.sample.object(name))
-                .remedy("copy the tensor to host memory first"));
-            }
+        if let Some(name) = publication.unreachable() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "publish",
+                "this sink cannot read device memory",
+            )
+            .with("key", publication.sample.object(name))
+            .remedy("copy the tensor to host memory first"));
         }
     }
     Ok(())
@@ -460,7 +458,7 @@ fn plan_of(publication: &Publication) -> SamplePlan {
     }
 }
 
-/// Copies each source once it is final.
+/// Copies each source once it is final, or lets its writer write it where it will be read.
 fn fill(
     mut reservation: SinkReservation,
     batch: &[Publication],
@@ -471,9 +469,15 @@ fn fill(
         if let Ready::After(event) = &publication.ready {
             event.wait(left()).map_err(|e| e.with("sample", &publication.sample))?;
         }
-        for (j, tensor) in publication.tensors.values().enumerate() {
-            let source = tensor.data.as_bytes().expect("checked to be host memory");
-            reservation.bytes_mut(i, j).copy_from_slice(source);
+        let tensors = 0..publication.tensors.len();
+        let mut regions: Vec<_> = tensors.map(|j| reservation.take(i, j)).collect();
+        let bytes = |region| RegionMut::as_mut_bytes(region).expect("an arena is host memory");
+        let mut destinations: Vec<_> = regions.iter_mut().map(bytes).collect();
+        publication
+            .write_into(&mut destinations)
+            .map_err(|e| e.with("sample", &publication.sample))?;
+        for (j, region) in regions.into_iter().enumerate() {
+            reservation.put_back(i, j, region)?;
         }
         reservation.set_aux_layer_ids(i, publication.aux_layer_ids.clone());
     }

@@ -113,6 +113,27 @@ impl Selection for OfServer {
     const REQUIRED: &[&str] = &["arena"];
 }
 
+/// Flags of the commands that need to know where Mooncake is, and nothing else.
+#[cfg(feature = "rollout")]
+#[derive(Clone, Debug)]
+pub(super) struct OfMooncake;
+
+#[cfg(feature = "rollout")]
+impl Selection for OfMooncake {
+    const NAMES: &[&str] = &[
+        "mooncake",
+        "mooncake_admin",
+        "mooncake_host",
+        "mooncake_metadata",
+        "mooncake_protocol",
+        "mooncake_devices",
+        "mooncake_venv",
+        "mooncake_library",
+        "mooncake_preload",
+        "mooncake_lease",
+    ];
+}
+
 /// Settings that were given as flags.
 #[derive(Clone, Debug)]
 pub(super) struct Flags<S> {
@@ -127,6 +148,12 @@ impl<S: Selection> Flags<S> {
             settings.set(name, value)?;
         }
         S::DEFAULTS.iter().try_fold(settings, |all, (name, value)| all.or_default(name, *value))
+    }
+
+    /// The flags again, for a process that this one starts.
+    #[cfg(feature = "rollout")]
+    pub(super) fn again(&self) -> impl Iterator<Item = String> {
+        self.given.iter().map(|(name, value)| format!("--{}={value}", name.replace('_', "-")))
     }
 
     fn keys() -> impl Iterator<Item = &'static Key> {

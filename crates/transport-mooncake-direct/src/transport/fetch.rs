@@ -489,7 +489,9 @@ fn give_claims_back(samples: &[Wanted], groups: Vec<Group>, uses: &Uses) {
             for place in claims.abort(&one.seqs, one.claimed) {
                 let (name, feature) = descriptor.features.get_index(place).expect("one a number");
                 if feature.seq.is_some_and(|seq| uses.contains(epoch, seq)) {
-                    continue; // views of an earlier fetch live on this claim
+                    // Views of an earlier fetch live on this claim, and nobody else does.
+                    uses.defer_let_go(&group.publisher, epoch, descriptor);
+                    continue;
                 }
                 back.push(ClaimObject {
                     key: descriptor.sample.object(name).shared(),

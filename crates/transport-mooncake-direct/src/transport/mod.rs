@@ -250,6 +250,11 @@ impl Transport for DirectTransport {
         }
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        self.check_can_fetch("let go")?;
+        self.inner.let_go(&samples)
+    }
+
     async fn health(&self) -> Result<Health> {
         self.check_open("health")?;
         let health = match &self.sink {
