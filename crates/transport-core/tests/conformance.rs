@@ -107,6 +107,7 @@ mod bare {
 
 mod one_object {
     transport_core::conformance_tests!(super::OneObject, not_applicable: [
+        "a_view_outlives_its_consumer",
         "a_dropped_fetch_is_quarantined_until_over",
         "a_killed_publisher_is_an_error_in_time",
         "a_missing_capability_is_an_error",

@@ -55,6 +55,9 @@ impl Inner {
                 None => {
                     let control = arena.control.clone();
                     let publisher = self.publishers.get(&control)?;
+                    if let Some(epoch) = arena.epoch {
+                        publisher.check_name(epoch)?;
+                    }
                     last = groups.len();
                     groups.push((publisher, control, vec![descriptor]));
                 }
