@@ -38,9 +38,11 @@ impl Store {
     }
 
     fn start_blocking(mut config: MooncakeConfig) -> Result<Self> {
-        mooncake::Provider::find(&config)?;
         if config.master != Some(Master::Managed) {
             mooncake::setup(&config, 0)?; // names what is missing
+        }
+        mooncake::Provider::find(&config)?;
+        if config.master != Some(Master::Managed) {
             let admin = config.admin.as_ref().map(admin).transpose()?;
             return Ok(Self { config, admin, master: None, log: Log::default() });
         }

@@ -269,3 +269,16 @@ fn runs_that_could_never_end_are_refused_up_front() {
         }
     }
 }
+
+#[cfg(not(feature = "store"))]
+#[test]
+fn a_build_without_mooncake_says_how_to_get_one() {
+    for arguments in [
+        &["pipeline", "--transport", "store", "--mooncake", "managed", "--samples", "1"][..],
+        &["capture-server", "--transport", "store", "--mooncake", "127.0.0.1:1", "--arena", "1MiB"],
+    ] {
+        let ended = run(arguments);
+        assert_eq!(ended.status.code(), Some(1), "{arguments:?}: {ended:?}");
+        assert!(ended.stderr.contains("--features mooncake-python"), "{}", ended.stderr);
+    }
+}
