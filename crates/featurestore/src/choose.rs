@@ -130,6 +130,7 @@ pub(crate) enum Scope {
     /// What the configuration asks for.
     Asked,
     /// Everything that this build has.
+    #[cfg_attr(not(feature = "cli"), allow(dead_code))]
     Everything,
 }
 
@@ -210,8 +211,17 @@ fn probe_store(_: &Config) -> Finding {
 /// - [`ErrorKind::Unsupported`], permanent: the transport asked for by name is not available or,
 ///   in strict mode, the best one is not.
 pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
-    let asked = config.transport;
     let (candidates, unreachable) = survey(config, servers, Scope::Asked);
+    decide(config, candidates, unreachable)
+}
+
+/// Takes the first candidate that is available and configured.
+pub(crate) fn decide(
+    config: &Config,
+    candidates: Vec<Candidate>,
+    unreachable: Option<Error>,
+) -> Result<Choice> {
+    let asked = config.transport;
     let usable = candidates.iter().find(|c| c.available && c.configured);
     let Some(chosen) = usable.map(|c| c.scheme.clone()) else {
         if let Some(cause) = unreachable {

@@ -1,5 +1,6 @@
 //! Commands and flags.
 
+mod doctor;
 mod flags;
 mod mooncake;
 
@@ -38,6 +39,7 @@ Examples:
   featurestore pipeline --paper --json           the published benchmark's load
   featurestore pipeline --input DIR              real captures (*.safetensors)
   featurestore capture-server --arena 2GiB       one capture server
+  featurestore doctor                            what works here, and why
   featurestore config show --config FILE         settings in force, with their sources
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 the job ran but its result is wrong.
@@ -49,6 +51,8 @@ enum Command {
     Pipeline(Box<PipelineArgs>),
     /// Owns an arena and answers POST /generate with captures; GET /health, GET /metrics.
     CaptureServer(Box<ServerArgs>),
+    /// Says what this machine can do and whether the configured transport can be used.
+    Doctor(Box<doctor::DoctorArgs>),
     /// Shows settings.
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -170,6 +174,7 @@ pub(crate) fn run() -> ExitCode {
         .init();
     let outcome = match cli.command {
         Command::Pipeline(args) => pipeline(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::CaptureServer(args) => capture_server(&args),
         Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
         Command::Trainer { config } => trainer(config.as_deref()),

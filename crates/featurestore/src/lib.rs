@@ -19,6 +19,8 @@
 mod choose;
 pub mod config;
 #[cfg(feature = "cli")]
+pub mod doctor;
+#[cfg(feature = "cli")]
 pub mod input;
 #[cfg(feature = "store")]
 pub mod mooncake;

@@ -308,6 +308,42 @@ fn a_request_that_never_fits_is_refused_and_one_that_does_waits() {
 
 #[test]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn the_doctor_knows_the_wheel_and_the_master() {
+    let master = master();
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let (address, admin) = (master.address().to_string(), master.admin().address().to_string());
+    let arguments = ["doctor", "--strict", "--json", "--mooncake-admin", &admin];
+    let doctor = |master: &str| {
+        let ended = Process::start(over_store(&arguments, master, folder.path())).end(STEP);
+        let json: Value =
+            serde_json::from_str(&ended.stdout).unwrap_or_else(|_| panic!("{ended:?}"));
+        (ended.status.code(), json)
+    };
+    let (code, all) = doctor(&address);
+    assert_eq!((code, &all["chosen"]), (Some(0), &json!("store")), "{all}");
+    let facts = all["sections"].as_array().expect("a list").iter();
+    let facts = facts.flat_map(|section| section["facts"].as_array().expect("a list"));
+    let fact = |name: &str| {
+        let mut found = facts.clone().filter(|fact| fact["name"] == name);
+        found.next().unwrap_or_else(|| panic!("{name}: {all}"))["value"].clone()
+    };
+    for (name, file) in [("wheel's store", "store"), ("wheel's engine", "engine")] {
+        let path = fact(name).as_str().map(PathBuf::from).expect("a path");
+        assert!(path.is_file() && path.to_string_lossy().contains(file), "{}", path.display());
+    }
+    assert!(fact("support flags")["SUPPORT_CUDA"].is_boolean());
+    assert!(fact("master").as_str().is_some_and(|text| text.contains("answers")));
+    assert_eq!(fact("master's metrics")["objects"], 0);
+    assert_eq!(fact("objects")["hard_pin"], true);
+    master.stop();
+
+    let (code, all) = doctor(&address);
+    assert_eq!((code, &all["chosen"]), (Some(1), &Value::Null), "{all}");
+    assert!(all["problem"].as_str().is_some_and(|why| why.contains(&address)), "{all}");
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 fn a_store_that_is_not_there_is_named_at_once() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let nobody = "127.0.0.1:1";

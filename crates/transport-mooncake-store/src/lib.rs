@@ -44,6 +44,7 @@ mod ledger;
 mod memory;
 mod publish;
 mod release;
+mod segments;
 mod transport;
 mod workers;
 

@@ -58,6 +58,28 @@ impl Selection for OfPipeline {
     }
 }
 
+/// Flags of `doctor`.
+#[derive(Clone, Debug)]
+pub(super) struct OfDoctor;
+
+impl Selection for OfDoctor {
+    const NAMES: &[&str] = &[
+        "transport",
+        "strict",
+        "lease",
+        "mooncake",
+        "mooncake_admin",
+        "mooncake_host",
+        "mooncake_metadata",
+        "mooncake_protocol",
+        "mooncake_devices",
+        "mooncake_venv",
+        "mooncake_library",
+        "mooncake_preload",
+        "mooncake_lease",
+    ];
+}
+
 /// Flags of `capture-server`; what is wrong with them is reported all at once, by the server.
 #[derive(Clone, Debug)]
 pub(super) struct OfServer;
@@ -179,7 +201,7 @@ mod tests {
             let is_flag = [OfPipeline::NAMES, OfServer::NAMES].concat().contains(&key.name);
             assert!(is_flag != (key.name == "token"), "{}", key.name);
         }
-        for name in OfPipeline::NAMES.iter().chain(OfServer::NAMES) {
+        for name in OfPipeline::NAMES.iter().chain(OfServer::NAMES).chain(OfDoctor::NAMES) {
             find(name);
         }
     }

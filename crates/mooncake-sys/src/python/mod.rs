@@ -22,6 +22,7 @@
 //! was made with, else from the loader's path.
 
 mod engine;
+mod inspect;
 mod libpython;
 mod object;
 mod runtime;
@@ -29,6 +30,7 @@ mod store;
 mod wheel;
 
 pub use engine::WheelEngine;
+pub use inspect::WheelFacts;
 pub use runtime::Interpreter;
 pub use store::WheelStore;
 pub use wheel::{Wheel, WheelOptions};

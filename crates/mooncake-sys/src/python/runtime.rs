@@ -105,6 +105,11 @@ impl Interpreter {
         &self.shared.wheel
     }
 
+    /// The library of the interpreter, as it was opened.
+    pub(super) fn library(&self) -> &Path {
+        &self.shared.library
+    }
+
     /// Measures what a call costs: the way to an interpreter thread and back, and one call of a
     /// Python function there; means over `calls`.
     pub fn round_trip(&self, calls: u32) -> Result<(Duration, Duration)> {
