@@ -2,6 +2,11 @@
 
 #[cfg(feature = "direct")]
 mod direct;
+#[cfg_attr(
+    not(all(feature = "direct", any(feature = "mooncake", feature = "mooncake-python"))),
+    path = "choose/engine/absent.rs"
+)]
+mod engine;
 #[cfg(feature = "store")]
 pub(crate) mod store;
 
@@ -115,7 +120,7 @@ async fn connect(
         #[cfg(feature = "store")]
         "store" => store::connect(config, choice).await,
         #[cfg(feature = "direct")]
-        "shm" | "tcp" => direct::connect(config, servers, client, choice).await,
+        "shm" | "tcp" | "mooncake" => direct::connect(config, servers, client, choice).await,
         absent => {
             let _ = (config, servers, client); // a build without any transport
             Err(Error::new(ErrorKind::Unsupported, "open", "this build has no such transport")
@@ -162,6 +167,12 @@ pub(crate) fn survey(
         suitable: finding.is_ok(),
         reason: finding.unwrap_or_else(|why| why),
     };
+    // Nothing that it reaches is out of reach of tcp, unless another protocol is asked for.
+    let engine = match asked {
+        TransportChoice::Mooncake => engine::probe(&config.mooncake),
+        _ if everything => engine::look(&config.mooncake),
+        _ => Err("not probed; ask for it by name: transport = mooncake".to_owned()),
+    };
     let auto = asked == TransportChoice::Auto;
     let mut candidates = vec![
         candidate("shm", auto || asked == TransportChoice::Shm, shm),
@@ -169,11 +180,14 @@ pub(crate) fn survey(
         // Where a sample is was decided by who published it: nothing that is found here takes it
         // from a server's memory to the store.
         candidate("store", stores, store),
+        candidate("mooncake", asked == TransportChoice::Mooncake, engine),
     ];
     if candidates[0].available && candidates[0].configured {
         candidates[1].suitable = asked == TransportChoice::Tcp; // a copy that shm spares
     }
-    candidates[2].suitable &= stores;
+    for by_name in &mut candidates[2..] {
+        by_name.suitable &= by_name.configured;
+    }
     (candidates, unreachable)
 }
 
@@ -201,8 +215,8 @@ fn probe_store(_: &Config) -> Finding {
 /// Decides which transport reads from `servers`, given by their control addresses.
 ///
 /// `shm` is available when the memory of every server really can be mapped here; `tcp` when every
-/// server answers; `store`, which has to be asked for by name, when Mooncake is here and its master
-/// answers. Nothing is left connected. Blocks, for at most 5 s a server.
+/// server answers. The others have to be asked for by name: `store` is available when Mooncake is here
+/// and its master answers, `mooncake` when Mooncake is here and runs the configured protocol. Nothing is left connected. Blocks, for at most 5 s a server.
 ///
 /// # Errors
 /// - [`ErrorKind::PeerGone`] or [`ErrorKind::Timeout`], temporary: a server does not answer.
@@ -232,7 +246,7 @@ pub(crate) fn decide(
             why.map(|c| format!("{} is not available: {}", c.scheme, c.reason)).collect();
         let error = Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "));
         return Err(match asked {
-            TransportChoice::Store => error,
+            TransportChoice::Store | TransportChoice::Mooncake => error,
             _ => error
                 .remedy("start the servers on this host as the same user for shm, or choose tcp"),
         });

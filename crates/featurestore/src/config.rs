@@ -57,7 +57,7 @@ const fn optional(name: &'static str, help: &'static str) -> Key {
 
 /// Every setting.
 pub const KEYS: &[Key] = &[
-    key("transport", "auto", "how samples are moved: auto, shm, tcp or store"),
+    key("transport", "auto", "how samples are moved: auto, shm, tcp, mooncake or store"),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
     optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
@@ -310,7 +310,7 @@ mod tests {
         assert!(error.contains("did you mean shm"), "{error}");
         for text in ["", "rdma", "nvlink-intra"] {
             let error = text.parse::<TransportChoice>().unwrap_err().to_string();
-            assert!(error.contains("auto, shm, tcp, store"), "{error}");
+            assert!(error.contains("auto, shm, tcp, mooncake, store"), "{error}");
         }
     }
 

@@ -187,6 +187,10 @@ fn a_missing_or_wrong_library_is_explained() {
     }
     let error = EngineLibrary::load(&LibraryOptions::at(&stub)).unwrap_err();
     assert_eq!(error.context("missing_symbol"), Some("createTransferEngine"), "{error}");
+    assert!(
+        error.context("tried").unwrap().contains("libstub.so: has no createTransfer"),
+        "{error}"
+    );
 
     let first = dir.path().join("libfirst.so");
     let error = StoreLibrary::load(&LibraryOptions::at(&stub).preload(&first)).unwrap_err();

@@ -1,8 +1,9 @@
 //! The direct transport: samples are read out of the memory of the process that captured them.
-#![deny(unsafe_code)] // but for the shm engine's views
+#![deny(unsafe_code)] // but for the shm engine's views and the mooncake engine's reads
 
 mod claims;
 mod control;
+mod mooncake;
 mod net;
 mod shm;
 mod sink;
@@ -14,6 +15,7 @@ pub use control::{
     AnonymousFrees, ControlClient, ControlOptions, ControlServer, ControlServerConfig,
     ControlServerStats, ControlStats, FreeTicket, Standing,
 };
+pub use mooncake::{MooncakeEngine, MooncakeOptions, MooncakeStats, Protocol};
 pub use net::{AllowList, Cidr};
 pub use sink::{CaptureSink, SinkConfig, SinkReservation};
 pub use tcp::{

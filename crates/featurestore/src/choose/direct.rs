@@ -41,6 +41,13 @@ pub(super) async fn connect(
         })?;
         builder.engine(Engine::Tcp).pool(RegionPool::new(memory)?)
     };
+    #[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
+    if choice.chosen == "mooncake" {
+        let settings = config.mooncake.clone();
+        let started = tokio::task::spawn_blocking(move || super::engine::start(&settings)).await;
+        let engine = started.map_err(|e| failed(ErrorKind::Unexpected, "panicked").source(e))??;
+        builder = builder.engine(Engine::Mooncake).mooncake(engine);
+    }
     let transport = Arc::new(builder.build()?);
     announce(transport.clone(), servers.to_vec()).await;
     Ok(transport)

@@ -13,8 +13,8 @@ pub(super) fn prepare(transport: TransportChoice, config: &MooncakeConfig) -> Re
     const DONE: &str = "FEATURESTORE_MOONCAKE_PREPARED";
 
     let missing = featurestore::mooncake::environment(config);
-    if transport != TransportChoice::Store || missing.is_empty() || std::env::var_os(DONE).is_some()
-    {
+    let loads_it = matches!(transport, TransportChoice::Store | TransportChoice::Mooncake);
+    if !loads_it || missing.is_empty() || std::env::var_os(DONE).is_some() {
         return Ok(());
     }
     let fail = |error| Error::io("start anew for Mooncake", error);

@@ -20,6 +20,8 @@ pub enum TransportChoice {
     Shm,
     /// Mooncake's tcp wire.
     Tcp,
+    /// Mooncake's own transfer engine, by the protocol of the setting `mooncake_protocol`.
+    Mooncake,
     /// Mooncake Store.
     Store,
 }
@@ -32,10 +34,14 @@ impl FromStr for TransportChoice {
             "auto" => Ok(Self::Auto),
             "shm" => Ok(Self::Shm),
             "tcp" => Ok(Self::Tcp),
+            "mooncake" => Ok(Self::Mooncake),
             "store" => Ok(Self::Store),
             other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
                 .with("found", format_args!("{text:?}"))
-                .remedy(suggestion(other, ["auto", "shm", "tcp", "store"].into_iter()))),
+                .remedy(suggestion(
+                    other,
+                    ["auto", "shm", "tcp", "mooncake", "store"].into_iter(),
+                ))),
         }
     }
 }
@@ -46,6 +52,7 @@ impl fmt::Display for TransportChoice {
             Self::Auto => "auto",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Mooncake => "mooncake",
             Self::Store => "store",
         })
     }

@@ -157,7 +157,7 @@ mod tests {
         let findings = examine(&Config::default(), &[]);
         assert!(findings.is_usable(), "{findings}");
         let names: Vec<_> = findings.transports.iter().map(|c| c.scheme.as_str()).collect();
-        assert_eq!(names, ["shm", "tcp", "store"]);
+        assert_eq!(names, ["shm", "tcp", "store", "mooncake"]);
         assert!(findings.transports.iter().all(|c| !c.reason.is_empty()));
         let json = serde_json::to_value(&findings).unwrap();
         assert_eq!(json["configured"], "auto");

@@ -274,7 +274,11 @@ impl fmt::Debug for Interpreter {
 
 /// The Python of this process if it runs one, else the first library that opens.
 fn open_python(wheel: &Wheel) -> Result<(PythonTable, PathBuf)> {
-    let own = Opened { library: Box::leak(Box::new(Library::this())), file: "this process".into() };
+    let own = Opened {
+        library: Box::leak(Box::new(Library::this())),
+        file: "this process".into(),
+        search: Search::default(),
+    };
     if let Ok(table) = PythonTable::resolve(&own) {
         // SAFETY: takes nothing, may be called at any time.
         if unsafe { (table.is_initialized)() } != 0 {
@@ -285,7 +289,7 @@ fn open_python(wheel: &Wheel) -> Result<(PythonTable, PathBuf)> {
     for file in &wheel.libpython {
         match open_file(file, Scope::Global) {
             Ok(library) => {
-                let opened = Opened { library, file: file.clone() };
+                let opened = Opened { library, file: file.clone(), search };
                 return Ok((PythonTable::resolve(&opened)?, opened.file));
             }
             Err(why) => search.missed(file.display(), why),

@@ -16,7 +16,7 @@ use transport_core::{Capabilities, ClientId, Error, ErrorKind, MapMark, Result, 
 use super::{
     DirectTransport, EngineState, Inner, publishers::Publishers, transfer::Transfers, uses::Uses,
 };
-use crate::{CaptureSink, ControlOptions, TcpEngine, TcpOptions, workers::Workers};
+use crate::{CaptureSink, ControlOptions, MooncakeEngine, TcpEngine, TcpOptions, workers::Workers};
 
 /// Fetches that run at a time; others wait in line.
 const MAX_FETCHES: usize = 32;
@@ -29,6 +29,9 @@ pub enum Engine {
     Shm,
     /// From any Mooncake or featurestore process, over Mooncake's tcp wire.
     Tcp,
+    /// From whatever Mooncake's own transfer engine reaches; see
+    /// [`DirectTransportBuilder::mooncake`].
+    Mooncake,
 }
 
 impl Engine {
@@ -37,6 +40,7 @@ impl Engine {
         match self {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Mooncake => "mooncake",
         }
     }
 }
@@ -51,6 +55,7 @@ pub struct DirectTransportBuilder {
     lease: Option<Duration>,
     token: Option<Secret>,
     tcp: TcpOptions,
+    mooncake: Option<MooncakeEngine>,
     control_attempts: Option<u32>,
     connect_timeout: Option<Duration>,
     reason: Option<String>,
@@ -105,6 +110,14 @@ impl DirectTransportBuilder {
     #[must_use]
     pub fn tcp(mut self, options: TcpOptions) -> Self {
         self.tcp = options;
+        self
+    }
+
+    /// The engine behind [`Engine::Mooncake`], which is closed with the transport. The pool is
+    /// registered with it.
+    #[must_use]
+    pub fn mooncake(mut self, engine: MooncakeEngine) -> Self {
+        self.mooncake = Some(engine);
         self
     }
 
@@ -176,9 +189,30 @@ impl DirectTransportBuilder {
         };
         let scheme = self.engine.map_or("direct", Engine::name);
         let version = env!("CARGO_PKG_VERSION");
+        let state = match self.engine {
+            None => None,
+            Some(Engine::Shm) => Some(EngineState::Shm),
+            Some(Engine::Tcp) => Some(EngineState::Tcp(TcpEngine::new(tcp))),
+            Some(Engine::Mooncake) => {
+                let engine = self.mooncake.ok_or_else(|| {
+                    invalid("no started engine of Mooncake")
+                        .remedy("start a MooncakeEngine and give it to the builder")
+                })?;
+                if let Some(pool) = &self.pool {
+                    engine.register_pool(pool)?;
+                }
+                Some(EngineState::Mooncake(engine))
+            }
+        };
         let engine = match self.engine {
             Some(Engine::Shm) => format!("featurestore shm {version}"),
             Some(Engine::Tcp) => format!("featurestore tcp {version}, Mooncake wire 1 and 2"),
+            Some(Engine::Mooncake) => match &state {
+                Some(EngineState::Mooncake(engine)) => {
+                    format!("protocol {} of {}", engine.protocol(), engine.provider())
+                }
+                _ => unreachable!("made above"),
+            },
             None => format!("featurestore sink {version}"),
         };
         let mut info = TransportInfo::new(scheme, engine, capabilities);
@@ -186,10 +220,7 @@ impl DirectTransportBuilder {
             info = info.because(reason);
         }
         let inner = Inner {
-            engine: self.engine.map(|engine| match engine {
-                Engine::Shm => EngineState::Shm,
-                Engine::Tcp => EngineState::Tcp(TcpEngine::new(tcp)),
-            }),
+            engine: state,
             pool: self.pool,
             client: control.client.clone(),
             publishers: Publishers::new(control, mark),

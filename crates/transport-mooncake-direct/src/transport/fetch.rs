@@ -21,9 +21,10 @@ use super::{
     uses::{InUse, Uses},
 };
 use crate::{
-    ReadOp, ReadOptions, Standing, TcpEngine,
+    ReadOp, ReadOptions, Standing,
     control::{ClaimObject, Claimed},
     shm,
+    tcp::ReadError,
 };
 
 /// Objects start at multiples of this, in bytes from the start of the arena.
@@ -143,7 +144,16 @@ impl Inner {
         }
         match engine {
             EngineState::Shm => self.read_shared(samples, groups, deadline, transfer),
-            EngineState::Tcp(engine) => self.read_tcp(engine, samples, groups, deadline, transfer),
+            EngineState::Tcp(engine) => {
+                let read = |session: &_, mut ops: Vec<_>, options: &_| {
+                    engine.read_ops(session, &mut ops, options).map(|()| ops)
+                };
+                self.read_remote(read, samples, groups, deadline, transfer)
+            }
+            EngineState::Mooncake(engine) => {
+                let read = |session: &_, ops, options: &_| engine.read_ops(session, ops, options);
+                self.read_remote(read, samples, groups, deadline, transfer)
+            }
         }
     }
 
@@ -195,9 +205,10 @@ impl Inner {
         Ok(read)
     }
 
-    fn read_tcp(
+    /// Reads with an engine that fills destinations from one peer's memory at a time.
+    fn read_remote(
         &self,
-        engine: &TcpEngine,
+        read_ops: impl Fn(&SessionName, Vec<ReadOp>, &ReadOptions) -> Result<Vec<ReadOp>, ReadError>,
         samples: &mut [Wanted],
         groups: &[Group],
         deadline: Instant,
@@ -223,14 +234,13 @@ impl Inner {
                 let mut ops = Vec::with_capacity(batch.len() * 4);
                 for &i in batch {
                     for tensor in &mut samples[i].tensors {
-                        let region = tensor.region.take().expect("tcp gives no views");
+                        let region = tensor.region.take().expect("only shm gives views");
                         ops.push(ReadOp::new(tensor.address, region));
                     }
                 }
-                let done = engine.read_ops(&session, &mut ops, &options);
-                if let Err(failed) = done {
+                let ops = read_ops(&session, ops, &options).map_err(|failed| {
                     let key = failed.op.and_then(|op| locate(samples, batch, op));
-                    return Err(match key {
+                    match key {
                         Some((i, j)) => {
                             let (expected, address) = (
                                 samples[i].tensors[j].meta.nbytes(),
@@ -250,8 +260,8 @@ impl Inner {
                         None => {
                             failed.error.with("key", samples[batch[0]].descriptor.sample.clone())
                         }
-                    });
-                }
+                    }
+                })?;
                 let mut ops = ops.into_iter();
                 for &i in batch {
                     for tensor in &samples[i].tensors {

@@ -33,7 +33,7 @@ use transfer::Transfers;
 pub(crate) use uses::InUse;
 use uses::Uses;
 
-use crate::{CaptureSink, Standing, TcpEngine, net::timed_out, workers::Workers};
+use crate::{CaptureSink, MooncakeEngine, Standing, TcpEngine, net::timed_out, workers::Workers};
 
 /// How long `close` waits for transfers that run.
 const CLOSE_BOUND: Duration = Duration::from_secs(10);
@@ -47,7 +47,8 @@ const GRACE: Duration = Duration::from_millis(250);
 /// Reads samples out of the memory of the processes that captured them, and publishes its own.
 ///
 /// - [`Engine::Shm`] maps the publisher's memory: views without a copy, or one copy;
-/// - [`Engine::Tcp`] speaks Mooncake's tcp wire.
+/// - [`Engine::Tcp`] speaks Mooncake's tcp wire;
+/// - [`Engine::Mooncake`] has Mooncake's own transfer engine do it.
 ///
 /// A fetched sample is held until it is released, or until this client has been silent for its
 /// lease. A view holds its sample for as long as it lives: a release waits for it, and while this
@@ -86,6 +87,7 @@ struct Inner {
 enum EngineState {
     Shm,
     Tcp(TcpEngine),
+    Mooncake(MooncakeEngine),
 }
 
 impl DirectTransport {
@@ -108,6 +110,14 @@ impl DirectTransport {
     pub fn tcp(&self) -> Option<&TcpEngine> {
         match &self.inner.engine {
             Some(EngineState::Tcp(engine)) => Some(engine),
+            _ => None,
+        }
+    }
+
+    /// The mooncake engine, if that is the one.
+    pub fn mooncake(&self) -> Option<&MooncakeEngine> {
+        match &self.inner.engine {
+            Some(EngineState::Mooncake(engine)) => Some(engine),
             _ => None,
         }
     }
@@ -178,7 +188,7 @@ impl DirectTransport {
                 operation,
                 "this transport only publishes",
             )
-            .remedy("choose an engine to read with: shm or tcp"));
+            .remedy("choose an engine to read with: shm, tcp or mooncake"));
         }
         Ok(())
     }
@@ -295,8 +305,14 @@ impl Inner {
     }
 
     fn complete(&self, mut health: Health) -> Health {
-        if let Some(EngineState::Tcp(engine)) = &self.engine {
-            health.connected_peers += engine.stats().connections;
+        match &self.engine {
+            Some(EngineState::Tcp(engine)) => health.connected_peers += engine.stats().connections,
+            Some(EngineState::Mooncake(engine)) => {
+                let stats = engine.stats();
+                health.connected_peers += stats.peers;
+                health.quarantined_bytes += stats.quarantined_bytes;
+            }
+            Some(EngineState::Shm) | None => {}
         }
         self.publishers.add_to(&mut health);
         health.host_payload_bytes += self.host_bytes.load(Ordering::Relaxed);
@@ -320,8 +336,14 @@ fn close(inner: &Inner, jobs: &Workers, sink: Option<&CaptureSink>) {
     }
     if first {
         inner.publishers.close(FLUSH_BOUND);
-        if let Some(EngineState::Tcp(engine)) = &inner.engine {
-            engine.close();
+        match &inner.engine {
+            Some(EngineState::Tcp(engine)) => engine.close(),
+            Some(EngineState::Mooncake(engine)) => {
+                if let Err(error) = engine.close() {
+                    tracing::warn!(%error, "Mooncake's engine does not stop");
+                }
+            }
+            Some(EngineState::Shm) | None => {}
         }
     }
     if let Some(sink) = sink {
