@@ -23,6 +23,7 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("benches/benches/arena.rs", "counts what the books allocate"),
     ("crates/capture-arena/src/backing", "maps memory"),
     ("crates/capture-arena/src/backing.rs", "maps memory"),
+    ("crates/capture-arena/src/cuda", "calls the CUDA driver"),
     ("crates/capture-arena/src/pin.rs", "loom's cells, in the models of the pins"),
     ("crates/mooncake-sys", "calls C libraries, in its tests too"),
     ("crates/transport-mooncake-store/tests/fake", "is called as a C library is"),
