@@ -11,6 +11,8 @@ mod device;
 mod driver;
 mod error;
 mod memory;
+#[cfg(feature = "scripted-cuda")]
+pub mod scripted;
 mod symbols;
 
 pub use api::{
