@@ -148,11 +148,13 @@ pub struct Launch {
 /// A parameter of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum KernelArg {
+pub enum KernelArg<'a> {
     /// An address or any other 64-bit value.
     U64(u64),
     /// A 32-bit value.
     U32(u32),
+    /// A structure, passed by value: as many bytes as the kernel takes.
+    Bytes(&'a [u8]),
 }
 
 /// The calls of the CUDA driver that this library uses. Every failure names its call and code.
@@ -302,7 +304,7 @@ pub trait CudaApi: fmt::Debug + Send + Sync {
         &self,
         function: FunctionId,
         launch: Launch,
-        args: &[KernelArg],
+        args: &[KernelArg<'_>],
         stream: StreamId,
     ) -> CudaResult<()>;
 }

@@ -315,7 +315,7 @@ impl Stream {
         &self,
         function: FunctionId,
         launch: Launch,
-        args: &[KernelArg],
+        args: &[KernelArg<'_>],
     ) -> Result<()> {
         self.with("launch kernel", |api| {
             // SAFETY: the caller's promise.

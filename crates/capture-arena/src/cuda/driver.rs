@@ -589,7 +589,7 @@ impl CudaApi for Driver {
         &self,
         function: FunctionId,
         launch: Launch,
-        args: &[KernelArg],
+        args: &[KernelArg<'_>],
         stream: StreamId,
     ) -> CudaResult<()> {
         const MOST: usize = 32;
@@ -603,6 +603,10 @@ impl CudaApi for Driver {
             *value = match *arg {
                 KernelArg::U64(value) => value,
                 KernelArg::U32(value) => u64::from(value),
+                KernelArg::Bytes(bytes) => {
+                    *pointer = bytes.as_ptr().cast_mut().cast(); // only read
+                    continue;
+                }
             };
             *pointer = from_mut(value).cast();
         }

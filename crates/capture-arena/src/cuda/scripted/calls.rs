@@ -6,7 +6,10 @@ use std::{
     thread,
 };
 
-use super::{ScriptedCuda, State, context_of, device_of, refusal, work::Op};
+use super::{
+    ScriptedCuda, State, context_of, device_of, refusal,
+    work::{KeptArg, Op},
+};
 use crate::cuda::{
     Access, ContextId, CopyOp, CudaApi, CudaError, CudaResult, DeviceAttribute, DevicePtr,
     DriverInfo, EventId, FunctionId, HandleBytes, KernelArg, Launch, MemoryId, MemoryInfo,
@@ -454,7 +457,7 @@ impl CudaApi for ScriptedCuda {
         &self,
         function: FunctionId,
         launch: Launch,
-        args: &[KernelArg],
+        args: &[KernelArg<'_>],
         stream: StreamId,
     ) -> CudaResult<()> {
         const CALL: &str = "cuLaunchKernel";
@@ -466,7 +469,7 @@ impl CudaApi for ScriptedCuda {
             if !(1..=1024).contains(&threads) || launch.grid.contains(&0) {
                 return Err(CudaError::new(CALL, CudaError::INVALID_VALUE));
             }
-            let args = args.to_vec();
+            let args = args.iter().map(KeptArg::of).collect();
             state.work.push(CALL, stream, device, Op::Kernel { kernel, launch, args })
         })
     }

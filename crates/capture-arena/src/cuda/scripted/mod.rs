@@ -75,7 +75,7 @@ impl Default for Machine {
 
 /// What a simulated kernel does.
 pub type Kernel =
-    Arc<dyn Fn(&mut SimulatedMemory<'_>, Launch, &[KernelArg]) -> CudaResult<()> + Send + Sync>;
+    Arc<dyn Fn(&mut SimulatedMemory<'_>, Launch, &[KernelArg<'_>]) -> CudaResult<()> + Send + Sync>;
 
 /// The stand-in. See the module.
 pub struct ScriptedCuda {

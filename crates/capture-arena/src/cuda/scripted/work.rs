@@ -32,9 +32,34 @@ struct Point {
 pub(super) enum Op {
     Copy { dst: DevicePtr, src: DevicePtr, len: u64 },
     Fill { at: DevicePtr, byte: u8, len: u64 },
-    Kernel { kernel: Kernel, launch: Launch, args: Vec<KernelArg> },
+    Kernel { kernel: Kernel, launch: Launch, args: Vec<KeptArg> },
     Record { event: u64, which: u64 },
     Wait { event: u64, which: u64, on: u64 },
+}
+
+/// A kernel's argument, until it runs.
+pub(super) enum KeptArg {
+    U64(u64),
+    U32(u32),
+    Bytes(Vec<u8>),
+}
+
+impl KeptArg {
+    pub(super) fn of(arg: &KernelArg<'_>) -> Self {
+        match *arg {
+            KernelArg::U64(value) => Self::U64(value),
+            KernelArg::U32(value) => Self::U32(value),
+            KernelArg::Bytes(bytes) => Self::Bytes(bytes.to_vec()),
+        }
+    }
+
+    fn borrow(&self) -> KernelArg<'_> {
+        match self {
+            Self::U64(value) => KernelArg::U64(*value),
+            Self::U32(value) => KernelArg::U32(*value),
+            Self::Bytes(bytes) => KernelArg::Bytes(bytes),
+        }
+    }
 }
 
 impl Work {
@@ -177,7 +202,10 @@ impl State {
         let ran = scripted.and_then(|()| match op {
             Op::Copy { dst, src, len } => self.space.memory().copy(dst, src, len),
             Op::Fill { at, byte, len } => self.space.memory().write(at, &vec![byte; len as usize]),
-            Op::Kernel { kernel, launch, args } => kernel(&mut self.space.memory(), launch, &args),
+            Op::Kernel { kernel, launch, args } => {
+                let args: Vec<_> = args.iter().map(KeptArg::borrow).collect();
+                kernel(&mut self.space.memory(), launch, &args)
+            }
             Op::Record { event, which } => {
                 let clock = self.work.clock;
                 if let Some(point) = self.work.events.get_mut(&event) {
