@@ -13,6 +13,8 @@ mod lint;
 mod machine;
 mod mooncake;
 mod process;
+#[cfg(feature = "ptx")]
+mod ptx;
 mod soak;
 mod test;
 mod workspace;
@@ -58,6 +60,9 @@ enum Command {
     },
     /// Checks that nothing is uncommitted and that a fresh clone builds
     CleanCheck,
+    /// Compiles the device code, with the NVRTC library of CUDA 12.3 on the loader's path
+    #[cfg(feature = "ptx")]
+    Ptx,
     /// Installs the released Mooncake wheel below the target directory, for the tests that need it
     MooncakeVenv,
 }
@@ -72,6 +77,8 @@ fn main() -> ExitCode {
             Command::Golden => golden::run(&workspace),
             Command::Soak { minutes } => soak::run(&workspace, minutes),
             Command::CleanCheck => clean::run(&workspace),
+            #[cfg(feature = "ptx")]
+            Command::Ptx => ptx::run(&workspace),
             Command::MooncakeVenv => mooncake::run(&workspace),
         }
     });
