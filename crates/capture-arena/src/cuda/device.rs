@@ -17,10 +17,11 @@ use super::{
     KindProbe, Launch, MemoryInfo, StreamId,
 };
 
-/// How long a wait with a bound spins before it starts to sleep between looks.
-const SPIN: Duration = Duration::from_micros(500);
-/// How long it sleeps between looks.
-const NAP: Duration = Duration::from_micros(50);
+/// How long a wait with a bound spins before it starts to sleep between looks: longer than most
+/// batches of copies take, since a nap would add what its timer is late.
+const SPIN: Duration = Duration::from_millis(2);
+/// Longest sleep between looks. Shorter ones are a fiftieth of what has been waited.
+const NAP: Duration = Duration::from_millis(1);
 
 /// A device of this process with a share in its primary context. Cheap to clone.
 #[derive(Clone)]
@@ -512,7 +513,7 @@ fn until(
         if waited < SPIN {
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(NAP.min(timeout - waited));
+            std::thread::sleep(NAP.min(waited / 50).min(timeout - waited));
         }
     }
     Ok(())

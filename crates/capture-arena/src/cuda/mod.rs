@@ -8,6 +8,7 @@
 
 mod api;
 mod arena;
+mod copies;
 mod device;
 mod driver;
 mod error;
@@ -23,6 +24,7 @@ pub use api::{
     ModuleId, Optional, ShareAs, StreamId,
 };
 pub use arena::{DeviceArenaConfig, DeviceBlock, handle_from_hex, handle_to_hex};
+pub use copies::{Copied, Copier, CopyPiece};
 pub use device::{Bound, Device, Event, Pinned, Stream};
 pub use driver::{MIN_CUDA_VERSION, driver, driver_at};
 pub use error::{CudaError, CudaResult, During};

@@ -3,6 +3,7 @@
 //! Needs no device: `cargo test -p capture-arena --features scripted-cuda --test cuda`.
 
 mod blocks;
+mod copies;
 mod faults;
 mod peers;
 mod streams;
