@@ -24,6 +24,8 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/capture-arena/src/backing", "maps memory"),
     ("crates/capture-arena/src/backing.rs", "maps memory"),
     ("crates/capture-arena/src/cuda", "calls the CUDA driver"),
+    ("crates/capture-arena/tests/cuda", "queues copies of device memory"),
+    ("crates/capture-arena/tests/gpu", "queues copies of device memory"),
     ("crates/capture-arena/src/pin.rs", "loom's cells, in the models of the pins"),
     ("crates/mooncake-sys", "calls C libraries, in its tests too"),
     ("crates/transport-mooncake-store/tests/fake", "is called as a C library is"),

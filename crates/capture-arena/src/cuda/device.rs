@@ -6,7 +6,7 @@ use std::{
     fmt,
     marker::PhantomData,
     ptr::NonNull,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -14,13 +14,14 @@ use transport_core::{Error, ErrorKind, ReadyEvent, RegionKind, Result};
 
 use super::{
     ContextId, CopyOp, CudaApi, CudaResult, DevicePtr, During, EventId, FunctionId, KernelArg,
-    Launch, MemoryInfo, StreamId,
+    KindProbe, Launch, MemoryInfo, StreamId,
 };
 
-/// How long a wait with a bound spins before it starts to sleep between looks.
-const SPIN: Duration = Duration::from_micros(500);
-/// How long it sleeps between looks.
-const NAP: Duration = Duration::from_micros(50);
+/// How long a wait with a bound spins before it starts to sleep between looks: longer than most
+/// batches of copies take, since a nap would add what its timer is late.
+const SPIN: Duration = Duration::from_millis(2);
+/// Longest sleep between looks. Shorter ones are a fiftieth of what has been waited.
+const NAP: Duration = Duration::from_millis(1);
 
 /// A device of this process with a share in its primary context. Cheap to clone.
 #[derive(Clone)]
@@ -32,6 +33,7 @@ struct Inner {
     context: ContextId,
     name: String,
     uuid: [u8; 16],
+    kinds: OnceLock<KindProbe>,
 }
 
 impl Device {
@@ -60,7 +62,7 @@ impl Device {
                 .with("name", &name)
                 .remedy("check with nvidia-smi that the device is usable and not exclusive")
         })?;
-        Ok(Self(Arc::new(Inner { api, ordinal, context, name, uuid })))
+        Ok(Self(Arc::new(Inner { api, ordinal, context, name, uuid, kinds: OnceLock::new() })))
     }
 
     /// The calls.
@@ -108,6 +110,15 @@ impl Device {
     /// Its memory now.
     pub fn memory(&self) -> Result<MemoryInfo> {
         self.with(|api| api.memory_info()).during("measure device memory")
+    }
+
+    /// Which kinds of memory it can make, found out once by doing it; see [`KindProbe::run`].
+    pub fn kinds(&self) -> Result<&KindProbe> {
+        if let Some(probe) = self.0.kinds.get() {
+            return Ok(probe);
+        }
+        let probe = KindProbe::run(self)?;
+        Ok(self.0.kinds.get_or_init(|| probe))
     }
 
     /// A new stream.
@@ -502,7 +513,7 @@ fn until(
         if waited < SPIN {
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(NAP.min(timeout - waited));
+            std::thread::sleep(NAP.min(waited / 50).min(timeout - waited));
         }
     }
     Ok(())

@@ -196,7 +196,7 @@ impl CudaApi for ScriptedCuda {
             if let Some(code) = refusal(&self.machine, plan.share) {
                 return Err(CudaError::new(CALL, code));
             }
-            if len % self.machine.granularity != 0 || (plan.rdma && !self.machine.rdma) {
+            if !len.is_multiple_of(self.machine.granularity) || (plan.rdma && !self.machine.rdma) {
                 return Err(CudaError::new(CALL, CudaError::INVALID_VALUE));
             }
             self.room(CALL, state, plan.device, len)?;

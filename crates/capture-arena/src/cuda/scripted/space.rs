@@ -115,7 +115,7 @@ impl Space {
         Self {
             // Two processes count alike.
             instance: instance | u64::from(std::process::id()) << 32,
-            next: (start.as_ptr() as u64).next_multiple_of(GAP),
+            next: (start.as_ptr() as u64).next_multiple_of(GAP) + GAP,
             window: Window(start),
             blocks: BTreeMap::new(),
             physical: HashMap::new(),
@@ -337,7 +337,7 @@ impl Space {
         const CALL: &str = "cuMemGetHandleForAddressRange";
         let invalid = || CudaError::new(CALL, CudaError::INVALID_VALUE);
         let (start, whole, _) = self.around(at).ok_or_else(invalid)?;
-        let fits = at.0 - start.0 + len <= whole && at.0 % 4096 == 0 && len % 4096 == 0;
+        let fits = at.0 - start.0 + len <= whole && (at.0 | len).is_multiple_of(4096);
         let memory = self.blocks[&start.0].memory.as_ref().filter(|_| fits).ok_or_else(invalid)?;
         memory.fd.try_clone().map_err(|_| invalid())
     }
