@@ -28,6 +28,7 @@ pub use arena::{
 pub use backing::{Backing, MappedBacking, SharedHandle};
 pub use export::{ExportError, ExportTable, Pin, PinnedRange};
 pub use fit::FitSubAllocator;
+pub use limits::boot_id;
 pub use owner::{Arena, ArenaConfig, BaseAddress, FreeRequest, HoldRequest, ReserveOptions};
 pub use pool::{PoolStats, Quarantined, RegionPool};
 pub use reservation::{

@@ -6,6 +6,8 @@ mod control;
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 pub mod cuda;
+#[cfg(feature = "cuda")]
+pub mod device;
 mod net;
 mod shm;
 mod sink;

@@ -34,6 +34,8 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/transport-core/src/memory.rs", "hands out views of memory"),
     ("crates/transport-mooncake-direct/benches", "copies between addresses"),
     ("crates/transport-mooncake-direct/src", "the engines map and fill memory of others"),
+    ("crates/transport-mooncake-direct/tests/device", "queues work of a producer"),
+    ("crates/transport-mooncake-direct/tests/gpu_sink", "queues work of a producer"),
     ("crates/transport-mooncake-store/src", "registers memory with a C library"),
 ];
 
