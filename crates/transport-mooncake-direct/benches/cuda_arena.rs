@@ -129,6 +129,7 @@ struct Bed {
     peers: ArenaPeers,
     stream: Stream,
     sources: Vec<[RegionSlice; 4]>, // a sample each
+    captures: RegionPool,
     spare: RegionPool,
     sink: CaptureSink,
 }
@@ -167,7 +168,7 @@ impl Bed {
         stream.synchronize()?;
         let arena = Arena::start(memory, ArenaConfig::default())?;
         let sink = CaptureSink::start(arena, SinkConfig::default())?;
-        Ok(Self { device: device.clone(), peers, stream, sources, spare, sink })
+        Ok(Self { device: device.clone(), peers, stream, sources, captures, spare, sink })
     }
 
     fn label(&self, what: &str) -> String {
@@ -246,8 +247,9 @@ impl Bed {
             for (i, sample) in samples.iter().enumerate() {
                 let mut at = into.offset(i as u64 * 80 * MIB);
                 if joined {
-                    let from = DevicePtr(sample[0].address() as u64);
-                    // SAFETY: a region of ours, and a source with what lies behind it in its pool.
+                    let piece = (round % ROTATE * BATCH + i) as u64;
+                    let from = DevicePtr(self.captures.backing().address() + piece * 80 * MIB);
+                    // SAFETY: a region of ours, and a piece of the sources' pool.
                     unsafe { self.stream.copy(at, from, STATE + TARGET) }?;
                     continue;
                 }
