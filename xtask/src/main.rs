@@ -42,6 +42,9 @@ enum Command {
         /// Leaves out the multi-process tests, loom and miri, and tries fewer random cases
         #[arg(long)]
         quick: bool,
+        /// Runs the tests that need a CUDA device, and no others
+        #[arg(long, conflicts_with = "quick")]
+        gpu: bool,
     },
     /// Checks format, lints, docs, dependencies, the binary, and the text of the sources
     Lint,
@@ -71,7 +74,8 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = process::adopt_orphans().and_then(|()| Workspace::load()).and_then(|workspace| {
         match cli.command {
-            Command::Test { quick } => test::run(&workspace, quick),
+            Command::Test { gpu: true, .. } => test::run_on_device(&workspace),
+            Command::Test { quick, .. } => test::run(&workspace, quick),
             Command::Lint => lint::run(&workspace),
             Command::Bench { name } => bench::run(&workspace, name.as_deref()),
             Command::Golden => golden::run(&workspace),
