@@ -199,6 +199,29 @@ fn a_cpu_tensor_needs_cuda_captures() {
 }
 
 #[test]
+fn only_the_device_of_the_arena_is_touched() {
+    let cuda = ScriptedCuda::new(Machine { devices: 8, ..Machine::default() });
+    let device = Device::open(cuda.clone(), 5).unwrap();
+    let config = DeviceArenaConfig::new(16 * MIB, ArenaPeers::NvlinkIntra);
+    let arena = Arena::start(Backing::device(&device, &config).unwrap(), ArenaConfig::default());
+    let sink = CaptureSink::start(arena.unwrap(), SinkConfig::default()).unwrap();
+    let publisher = Publisher { captures: pool(&device), device, cuda: cuda.clone(), sink };
+    let stream = publisher.device.stream().unwrap();
+    let described =
+        publisher.sink.publish_blocking(vec![publisher.sample("a", &stream, 1)], options());
+    publisher.check(&described.unwrap()[0], 1);
+    publisher.sink.health_blocking().unwrap();
+    for other in (0..8).filter(|other| *other != 5) {
+        assert_eq!(cuda.used(other), 0);
+        let share = format!("context of {other}");
+        assert!(!cuda.leaks().iter().any(|held| held.ends_with(&share)), "{:?}", cuda.leaks());
+    }
+    assert!(cuda.leaks().iter().any(|held| held.ends_with("context of 5")));
+    drop(stream);
+    publisher.ends_clean();
+}
+
+#[test]
 fn sources_of_another_device_and_device_sources_of_a_host_arena_are_refused() {
     let like = Machine { devices: 2, ..Machine::default() };
     let publisher = publisher_on(like, ArenaPeers::NvlinkIntra);

@@ -25,7 +25,7 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/capture-arena/src/backing.rs", "maps memory"),
     ("crates/capture-arena/src/cuda", "calls the CUDA driver"),
     ("crates/capture-arena/tests/cuda", "queues copies of device memory"),
-    ("crates/capture-arena/tests/gpu", "queues copies of device memory"),
+    ("crates/capture-arena/tests/gpu.rs", "queues copies of device memory"),
     ("crates/capture-arena/src/pin.rs", "loom's cells, in the models of the pins"),
     ("crates/mooncake-sys", "calls C libraries, in its tests too"),
     ("crates/transport-mooncake-store/tests/fake", "is called as a C library is"),
@@ -34,8 +34,8 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/transport-core/src/memory.rs", "hands out views of memory"),
     ("crates/transport-mooncake-direct/benches", "copies between addresses"),
     ("crates/transport-mooncake-direct/src", "the engines map and fill memory of others"),
-    ("crates/transport-mooncake-direct/tests/device", "queues work of a producer"),
-    ("crates/transport-mooncake-direct/tests/gpu_sink", "queues work of a producer"),
+    ("crates/transport-mooncake-direct/tests/device.rs", "queues work of a producer"),
+    ("crates/transport-mooncake-direct/tests/gpu_sink.rs", "queues work of a producer"),
     ("crates/transport-mooncake-store/src", "registers memory with a C library"),
 ];
 
