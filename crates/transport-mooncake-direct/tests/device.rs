@@ -25,10 +25,10 @@ use indexmap::IndexMap;
 use support::{MIB, eventually, key};
 use transport_core::{
     Descriptor, Dtype, ErrorKind, FeatureName, Publication, PublishOptions, Ready, RegionSlice,
-    RemoteAddr, SessionName, Tensor, TensorMeta,
+    RemoteAddr, SessionName, Tensor, TensorMeta, Transport,
 };
 use transport_mooncake_direct::{
-    CaptureSink, SinkConfig,
+    CaptureSink, DirectTransport, SinkConfig,
     device::{PROTOCOL_FABRIC, PROTOCOL_FD, PROTOCOL_IPC, open_block, receive_fd},
 };
 
@@ -150,7 +150,14 @@ async fn the_async_way_does_the_same() {
     let batch = vec![publisher.sample("a", &stream, 10)];
     let described = publisher.sink.publish(batch, options()).await.unwrap();
     publisher.check(&described[0], 10);
-    drop(stream);
+    // And behind the contract of all transports.
+    let transport = DirectTransport::builder().sink(publisher.sink.clone()).build().unwrap();
+    assert!(transport.info().capabilities.device_memory);
+    let batch = vec![publisher.sample("b", &stream, 20)];
+    let described = transport.publish(batch, options()).await.unwrap();
+    publisher.check(&described[0], 20);
+    assert_eq!(transport.health().await.unwrap().device_payload_bytes, 2 * (3 * MIB + 5000));
+    drop((transport, stream));
     publisher.ends_clean();
 }
 
@@ -529,6 +536,14 @@ fn an_arena_that_nobody_can_open_is_refused_at_the_start() {
     let backing = Backing::device(&device, &config).unwrap();
     let arena = Arena::start(backing, ArenaConfig::default()).unwrap();
     let error = CaptureSink::start(arena, SinkConfig::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConfigInvalid);
+    // Nor what it cannot do.
+    let config = DeviceArenaConfig::new(2 * MIB, ArenaPeers::Native);
+    let backing = Backing::device(&device, &config).unwrap();
+    let arena = Arena::start(backing, ArenaConfig::default()).unwrap();
+    let mut port = SinkConfig::default();
+    port.transfer_bind = Some(([127, 0, 0, 1], 0).into());
+    let error = CaptureSink::start(arena, port).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConfigInvalid);
     // Nor one whose descriptors would name addresses that are not the memory's.
     let config = DeviceArenaConfig::new(2 * MIB, ArenaPeers::Native);
