@@ -1,6 +1,6 @@
-//! The memory of an arena: private, or shared with other processes of the same user.
+//! The memory of an arena: private, shared with other processes of the same user, or a device's.
 //!
-//! The only module of the crate with `unsafe` code. It relies on one fact that the rest of the
+//! Besides `cuda` the only module of the crate with `unsafe` code. It relies on one fact that the rest of the
 //! crate keeps: bytes are written only through the region of the one live
 //! [`ArenaRange`](crate::ArenaRange) that covers them, and that region is gone before the range
 //! becomes readable; they are read only while the range is pinned or held.
@@ -33,9 +33,50 @@ const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(Sea
 pub struct Backing(Arc<Block>);
 
 struct Block {
-    map: Mapping,
+    memory: Memory,
     kind: RegionKind,
     shared: Option<(OwnedFd, SharedHandle)>,
+}
+
+enum Memory {
+    Mapped(Mapping),
+    #[cfg(feature = "cuda")]
+    Device(crate::cuda::DeviceBlock),
+}
+
+impl Memory {
+    fn start(&self) -> u64 {
+        match self {
+            Self::Mapped(map) => map.start.as_ptr() as u64,
+            #[cfg(feature = "cuda")]
+            Self::Device(block) => block.address().0,
+        }
+    }
+
+    fn len(&self) -> u64 {
+        match self {
+            Self::Mapped(map) => map.len as u64,
+            #[cfg(feature = "cuda")]
+            Self::Device(block) => block.len(),
+        }
+    }
+
+    /// The address of a range.
+    ///
+    /// # Panics
+    /// If it does not lie inside, which the callers have checked.
+    fn at(&self, offset: u64, len: u64) -> NonNull<u8> {
+        match self {
+            Self::Mapped(map) => map.at(offset, len),
+            #[cfg(feature = "cuda")]
+            Self::Device(block) => {
+                let end = offset.checked_add(len).filter(|end| *end <= block.len());
+                assert!(end.is_some(), "range outside the block");
+                let address = block.address().offset(offset).0 as *mut u8;
+                NonNull::new(address).expect("device memory is not at the null address")
+            }
+        }
+    }
 }
 
 /// Where other processes of the same host and user find a shared arena.
@@ -62,7 +103,11 @@ impl Backing {
     pub fn heap(bytes: u64) -> Result<Self> {
         let len = checked_len(bytes)?;
         let map = Mapping::anonymous(len)?;
-        Ok(Self(Arc::new(Block { map, kind: RegionKind::Host, shared: None })))
+        Ok(Self(Arc::new(Block {
+            memory: Memory::Mapped(map),
+            kind: RegionKind::Host,
+            shared: None,
+        })))
     }
 
     /// Memory that other processes of the same user can map, through [`Self::shared_handle`].
@@ -91,7 +136,7 @@ impl Backing {
         let Some((fd, handle)) = block.shared else {
             return Err(Error::new(ErrorKind::Unsupported, OPERATION, "private memory"));
         };
-        drop(block.map); // the one writable mapping
+        drop(block.memory); // the one writable mapping
         rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE | SealFlags::SEAL).map_err(|e| {
             Error::new(ErrorKind::Unsupported, OPERATION, "the kernel does not seal it")
                 .source(std::io::Error::from(e))
@@ -130,20 +175,41 @@ impl Backing {
             bytes: len as u64,
         };
         let shared = Some((fd, handle));
-        Ok(Self(Arc::new(Block { map, kind: RegionKind::Shared, shared })))
+        Ok(Self(Arc::new(Block { memory: Memory::Mapped(map), kind: RegionKind::Shared, shared })))
+    }
+
+    /// Memory of a device. Made and checked here, not at the first capture; see
+    /// [`DeviceBlock::create`](crate::cuda::DeviceBlock::create).
+    #[cfg(feature = "cuda")]
+    pub fn device(
+        device: &crate::cuda::Device,
+        config: &crate::cuda::DeviceArenaConfig,
+    ) -> Result<Self> {
+        let block = crate::cuda::DeviceBlock::create(device, config)?;
+        let kind = device.region_kind();
+        Ok(Self(Arc::new(Block { memory: Memory::Device(block), kind, shared: None })))
+    }
+
+    /// The device memory; none for memory of the host.
+    #[cfg(feature = "cuda")]
+    pub fn device_block(&self) -> Option<&crate::cuda::DeviceBlock> {
+        match &self.0.memory {
+            Memory::Device(block) => Some(block),
+            Memory::Mapped(_) => None,
+        }
     }
 
     /// Size in bytes; a multiple of 512.
     pub fn bytes_len(&self) -> u64 {
-        self.0.map.len as u64
+        self.0.memory.len()
     }
 
     /// First address.
     pub fn address(&self) -> u64 {
-        self.0.map.start.as_ptr() as u64
+        self.0.memory.start()
     }
 
-    /// Whether other processes can map it.
+    /// Where it lies, and whether other processes of the host can map it.
     pub fn kind(&self) -> RegionKind {
         self.0.kind
     }
@@ -163,24 +229,28 @@ impl Backing {
     /// A region to write. The caller owns the range and has no other region of it; `owner` keeps
     /// the range.
     pub(crate) fn region(&self, offset: ArenaOffset, len: u64, owner: Owner) -> RegionMut {
-        let start = self.0.map.at(offset.0, len);
-        // SAFETY: inside the mapping, which is zeroed or written memory and which `owner` keeps
-        // alive; the range is the caller's alone (module docs).
+        let start = self.0.memory.at(offset.0, len);
+        // SAFETY: inside the mapping, which is zeroed or written memory, or inside the device's
+        // block, and which `owner` keeps alive; the range is the caller's alone (module docs).
         unsafe { RegionMut::from_foreign(start, len as usize, self.0.kind, owner) }
     }
 
     /// A view of bytes that nobody writes as long as `owner` lives.
     pub(crate) fn view(&self, offset: ArenaOffset, len: u64, owner: Owner) -> RegionSlice {
-        let start = self.0.map.at(offset.0, len);
+        let start = self.0.memory.at(offset.0, len);
         // SAFETY: as in `region`, but the range is published and pinned (module docs).
         unsafe { RegionSlice::from_foreign(start, len as usize, self.0.kind, owner) }
     }
 
-    /// Bytes of a published range that is pinned at least as long as the borrow.
-    pub(crate) fn bytes(&self, offset: ArenaOffset, len: u64) -> &[u8] {
-        let start = self.0.map.at(offset.0, len);
+    /// Bytes of a published range that is pinned at least as long as the borrow; none in device
+    /// memory, which the CPU cannot reach.
+    pub(crate) fn bytes(&self, offset: ArenaOffset, len: u64) -> Option<&[u8]> {
+        if !self.0.kind.is_host() {
+            return None;
+        }
+        let start = self.0.memory.at(offset.0, len);
         // SAFETY: inside the mapping; published and pinned, so nobody writes (module docs).
-        unsafe { std::slice::from_raw_parts(start.as_ptr(), len as usize) }
+        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len as usize) })
     }
 }
 

@@ -1,6 +1,6 @@
 //! The contract that every transport keeps.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{any::Any, fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use indexmap::IndexMap;
@@ -167,6 +167,12 @@ pub enum Ready {
 pub trait ReadyEvent: fmt::Debug + Send + Sync {
     /// Blocks until the event has happened, at most `timeout`.
     fn wait(&self, timeout: Duration) -> Result<()>;
+
+    /// The event itself, for a transport that can order its work after it without blocking a
+    /// thread, such as after a CUDA event. None: there is only [`Self::wait`].
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
 }
 
 /// Writes the tensors of a sample straight into the memory that a transport sends or shares, so

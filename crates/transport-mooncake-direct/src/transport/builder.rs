@@ -183,6 +183,9 @@ impl DirectTransportBuilder {
             can.fetch = self.engine.is_some();
             can.views = self.engine == Some(Engine::Shm);
             can.cross_host = self.engine != Some(Engine::Shm);
+            // Neither engine reads it.
+            can.device_memory = self.engine.is_none()
+                && self.sink.as_ref().is_some_and(|sink| !sink.arena().backing().kind().is_host());
             can.staleness_checked = true;
             can.leases = true;
             can
