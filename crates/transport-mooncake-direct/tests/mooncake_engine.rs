@@ -277,7 +277,7 @@ fn no_more_calls_are_inside_than_allowed_and_waiting_ends_in_time() {
     let mut options = MooncakeOptions::new(Protocol::Tcp);
     options.calls = 2;
     let engine = MooncakeEngine::new(fake.clone(), options).unwrap();
-    let source = vec![5u8; 100];
+    let source = [5u8; 100];
     let (peer, at) = (peer("tcp"), RemoteAddr(source.as_ptr() as u64));
     let read = |time| {
         let op = ReadOp::new(at, RegionMut::zeroed(100).unwrap());
