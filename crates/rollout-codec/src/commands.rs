@@ -7,7 +7,9 @@ use transport_core::{Error, ErrorKind, Result};
 
 use crate::{
     Codec, Library, Rollout, Schema, Value,
-    mooncake::{DEFAULT_CHUNK_BYTES, Dump, MemberData, ObjectStore, Place, Reader, Reference, SPECS, Writer},
+    mooncake::{
+        DEFAULT_CHUNK_BYTES, Dump, MemberData, ObjectStore, Place, Reader, Reference, SPECS, Writer,
+    },
     notation::{self, Layout},
     restore,
     value::map,
