@@ -40,6 +40,9 @@ enum Command {
         /// Leaves out the multi-process tests, loom and miri, and tries fewer random cases
         #[arg(long)]
         quick: bool,
+        /// Only the tests of what loads Mooncake, among them those against a real one
+        #[arg(long)]
+        mooncake: bool,
     },
     /// Checks format, lints, docs, dependencies, the binary, and the text of the sources
     Lint,
@@ -58,7 +61,7 @@ enum Command {
     },
     /// Checks that nothing is uncommitted and that a fresh clone builds
     CleanCheck,
-    /// Installs the released Mooncake wheel below the target directory, for the tests that need it
+    /// Installs released builds of Mooncake below the target directory; `test` does so by itself
     MooncakeVenv,
 }
 
@@ -66,7 +69,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = process::adopt_orphans().and_then(|()| Workspace::load()).and_then(|workspace| {
         match cli.command {
-            Command::Test { quick } => test::run(&workspace, quick),
+            Command::Test { quick, mooncake } => test::run(&workspace, quick, mooncake),
             Command::Lint => lint::run(&workspace),
             Command::Bench { name } => bench::run(&workspace, name.as_deref()),
             Command::Golden => golden::run(&workspace),

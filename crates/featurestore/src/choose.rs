@@ -16,7 +16,7 @@ use crate::config::{Config, TransportChoice};
 const DEFAULT_POOL: ByteSize = ByteSize::mib(2048);
 
 /// What was considered, and what came of it.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[non_exhaustive]
 pub struct Choice {
     /// Every transport that exists here, best first.
@@ -26,11 +26,11 @@ pub struct Choice {
 }
 
 /// One transport that was considered.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[non_exhaustive]
 pub struct Candidate {
-    /// Its name.
-    pub transport: &'static str,
+    /// Its name, such as `shm`.
+    pub scheme: String,
     /// Whether it works between this process and the servers.
     pub available: bool,
     /// Whether the configuration allows it.
@@ -45,7 +45,7 @@ impl Choice {
     /// Why the chosen one was chosen.
     #[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
     pub(crate) fn reason(&self) -> &str {
-        let chosen = self.candidates.iter().find(|c| c.transport == self.chosen);
+        let chosen = self.candidates.iter().find(|c| c.scheme == self.chosen);
         chosen.map_or("", |c| c.reason.as_str())
     }
 
@@ -54,10 +54,10 @@ impl Choice {
         let head = "transport  available  configured  suitable  reason".to_owned();
         let yes = |flag| if flag { "yes" } else { "no" };
         let row = move |c: &Candidate| {
-            let chosen = if c.transport == self.chosen { "*" } else { " " };
+            let chosen = if c.scheme == self.chosen { "*" } else { " " };
             format!(
                 "{chosen} {:<9}{:<11}{:<12}{:<10}{}",
-                c.transport,
+                c.scheme,
                 yes(c.available),
                 yes(c.configured),
                 yes(c.suitable),
@@ -130,6 +130,7 @@ pub(crate) enum Scope {
     /// What the configuration asks for.
     Asked,
     /// Everything that this build has.
+    #[cfg_attr(not(feature = "cli"), allow(dead_code))]
     Everything,
 }
 
@@ -154,8 +155,8 @@ pub(crate) fn survey(
     } else {
         Err("not probed; ask for it by name: transport = store".to_owned())
     };
-    let candidate = |transport, configured, finding: Finding| Candidate {
-        transport,
+    let candidate = |scheme: &str, configured, finding: Finding| Candidate {
+        scheme: scheme.to_owned(),
         available: finding.is_ok(),
         configured,
         suitable: finding.is_ok(),
@@ -210,16 +211,25 @@ fn probe_store(_: &Config) -> Finding {
 /// - [`ErrorKind::Unsupported`], permanent: the transport asked for by name is not available or,
 ///   in strict mode, the best one is not.
 pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
-    let asked = config.transport;
     let (candidates, unreachable) = survey(config, servers, Scope::Asked);
+    decide(config, candidates, unreachable)
+}
+
+/// Takes the first candidate that is available and configured.
+pub(crate) fn decide(
+    config: &Config,
+    candidates: Vec<Candidate>,
+    unreachable: Option<Error>,
+) -> Result<Choice> {
+    let asked = config.transport;
     let usable = candidates.iter().find(|c| c.available && c.configured);
-    let Some(chosen) = usable.map(|c| c.transport.to_owned()) else {
+    let Some(chosen) = usable.map(|c| c.scheme.clone()) else {
         if let Some(cause) = unreachable {
             return Err(cause); // no transport of this kind is to blame
         }
         let why = candidates.iter().filter(|c| c.configured);
         let why: Vec<String> =
-            why.map(|c| format!("{} is not available: {}", c.transport, c.reason)).collect();
+            why.map(|c| format!("{} is not available: {}", c.scheme, c.reason)).collect();
         let error = Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "));
         return Err(match asked {
             TransportChoice::Store => error,

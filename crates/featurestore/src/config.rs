@@ -9,7 +9,7 @@ mod problems;
 mod server;
 mod value;
 
-use std::{collections::BTreeMap, fmt, path::Path, str::FromStr, time::Duration};
+use std::{collections::BTreeMap, ffi::OsString, fmt, path::Path, str::FromStr, time::Duration};
 
 use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
@@ -19,7 +19,7 @@ pub use problems::Problems;
 #[cfg(feature = "cli")]
 pub use server::{ArenaKind, ServerConfig};
 pub use value::duration;
-use value::{boolean, fold, nonzero_size, suggestion};
+use value::{boolean, fold, nearest, nonzero_size, suggestion};
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -35,6 +35,11 @@ pub struct Key {
 }
 
 impl Key {
+    /// Whether it is true or false.
+    pub fn is_boolean(&self) -> bool {
+        matches!(self.default, Some("true" | "false"))
+    }
+
     /// Whether the value is never shown.
     fn secret(&self) -> bool {
         self.name == "token"
@@ -57,21 +62,25 @@ pub const KEYS: &[Key] = &[
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
     key("deadline", "30s", "longest time of one fetch, and of a wait for room in the arena"),
     optional("token", "secret that control connections have to show"),
-    optional("arena", "size of a server's arena, such as 2GiB; never guessed"),
-    key("arena_kind", "shared", "shared (other processes can map it) or heap"),
+    optional("arena", "size of a server's arena, such as 2GiB"),
+    key(
+        "arena_kind",
+        "shared",
+        "what an arena is made of: shared (other processes can map it) or heap",
+    ),
     key("http", "127.0.0.1:0", "address of the capture server's HTTP port; port 0 picks one"),
     key("data", "127.0.0.1:0", "address of the peer handshake that data sessions name"),
     key("control", "127.0.0.1:0", "address of the control listener that takes frees"),
     optional("advertise", "host that descriptors name instead of the bound address"),
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
-    optional("fill_threads", "threads that fill captured tensors; default: one a core"),
+    optional("fill_threads", "threads that fill captured tensors; one a core if not given"),
     optional("mooncake", "Mooncake's master, host:port; the pipeline also takes managed"),
     optional("mooncake_admin", "address of the master's metrics, host:port"),
     key("mooncake_host", "127.0.0.1", "host by which other store clients reach this process"),
     key("mooncake_metadata", "P2PHANDSHAKE", "address of Mooncake's metadata server"),
     key("mooncake_protocol", "tcp", "how Mooncake moves payload: tcp or rdma"),
-    optional("mooncake_devices", "comma-separated RDMA devices; default: all"),
+    optional("mooncake_devices", "comma-separated RDMA devices; all if not given"),
     optional("mooncake_venv", "virtual environment with Mooncake's wheel"),
     optional("mooncake_library", "file of libmooncake_store.so; comes before the wheel"),
     optional("mooncake_preload", "comma-separated libraries to open before Mooncake's"),
@@ -147,23 +156,37 @@ impl Settings {
         Ok(())
     }
 
-    /// Adds what `variable` answers for each `FEATURESTORE_…` name, above a file.
-    pub fn environment(mut self, variable: impl Fn(&str) -> Option<String>) -> Self {
-        for known in KEYS {
-            let name = format!("FEATURESTORE_{}", known.name.to_ascii_uppercase());
-            if let Some(text) = variable(&name) {
-                let entry = self.values.entry(known.name);
-                let source = Source::Environment(name);
-                entry
-                    .and_modify(|(value, from)| {
-                        if *from == Source::File {
-                            (*value, *from) = (text.clone(), source.clone());
-                        }
-                    })
-                    .or_insert((text, source));
+    /// Adds the `FEATURESTORE_…` variables among `variables` above a file; usually those of
+    /// [`std::env::vars_os`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::ConfigInvalid`] for such a variable that is no setting, with the nearest name,
+    /// and for one that is not UTF-8. Left alone are variables that container platforms set for a
+    /// service called `featurestore` (`FEATURESTORE_PORT…`, `FEATURESTORE_SERVICE_…`), and those that
+    /// this project sets for itself and its tests.
+    pub fn environment(
+        mut self,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<Self> {
+        for (name, value) in variables {
+            let name = name.to_string_lossy().into_owned();
+            let Some(setting) = name.strip_prefix(PREFIX) else { continue };
+            let Some(known) = KEYS.iter().find(|k| k.name.to_ascii_uppercase() == setting) else {
+                if is_foreign(setting) {
+                    continue;
+                }
+                return Err(unknown_variable(&name, setting));
+            };
+            let source = Source::Environment(name);
+            let Ok(text) = value.into_string() else {
+                return Err(invalid(known.name, &source, "the value is not UTF-8"));
+            };
+            match self.values.get(known.name) {
+                Some((_, from)) if *from != Source::File => {}
+                _ => _ = self.values.insert(known.name, (text, source)),
             }
         }
-        self
+        Ok(self)
     }
 
     /// Sets a value above all others.
@@ -242,6 +265,29 @@ fn find(name: &str) -> Result<&'static Key> {
     })
 }
 
+/// How every variable begins that is a setting.
+const PREFIX: &str = "FEATURESTORE_";
+
+/// Whether a variable is somebody else's, though it begins as settings do.
+fn is_foreign(name: &str) -> bool {
+    let of_platforms = ["PORT", "SERVICE_"].iter().any(|start| name.starts_with(start));
+    let ours =
+        ["BIN", "MOONCAKE_NEXT_VENV", "MOONCAKE_PREPARED", "STORE_LIBRARY_DIR", "TEST_NOTES"];
+    of_platforms || ours.contains(&name)
+}
+
+/// Never shows the value, which may be a secret.
+fn unknown_variable(name: &str, setting: &str) -> Error {
+    let known = KEYS.iter().map(|k| k.name);
+    let remedy = match nearest(&fold(setting), known.clone()) {
+        Some(nearest) => format!("did you mean {PREFIX}{}?", nearest.to_ascii_uppercase()),
+        None => format!("unset it; known: {}", known.collect::<Vec<_>>().join(", ")),
+    };
+    Error::new(ErrorKind::ConfigInvalid, "configure", "an environment variable is no setting")
+        .with("variable", name)
+        .remedy(remedy)
+}
+
 fn invalid(name: &'static str, source: &Source, why: &'static str) -> Error {
     Error::new(ErrorKind::ConfigInvalid, "configure", why)
         .with("setting", name)
@@ -317,6 +363,10 @@ impl Default for Config {
 
 impl Config {
     /// Checks and types what is in force.
+    ///
+    /// # Errors
+    /// [`ErrorKind::ConfigInvalid`] or [`ErrorKind::InvalidInput`], permanent: a value cannot be
+    /// used; the error names the setting and where its value comes from.
     pub fn from_settings(settings: &Settings) -> Result<Self> {
         Ok(Self {
             transport: settings.need("transport", str::parse)?,
@@ -391,14 +441,18 @@ mod tests {
 
     #[test]
     fn flag_beats_environment_beats_file_beats_default() {
-        let environment = |name: &str| match name {
-            "FEATURESTORE_LEASE" => Some("2s".to_owned()),
-            "FEATURESTORE_TRANSPORT" => Some("tcp".to_owned()),
-            _ => None,
-        };
+        let environment = [
+            ("FEATURESTORE_LEASE", "2s"),
+            ("FEATURESTORE_TRANSPORT", "tcp"),
+            ("LEASE", "9s"),
+            ("FEATURESTORE_PORT", "tcp://10.0.0.1:80"), // of a service called featurestore
+            ("FEATURESTORE_SERVICE_HOST", "10.0.0.1"),
+            ("FEATURESTORE_BIN", "target/release/featurestore"),
+        ]
+        .map(|(name, value)| (name.into(), value.into()));
         let mut settings = Settings::new();
         settings.text("transport = \"shm\"\nlease = \"1s\"\ndeadline = \"3s\"\n").unwrap();
-        let mut settings = settings.environment(environment);
+        let mut settings = settings.environment(environment).unwrap();
         settings.set("transport", "auto").unwrap();
         let config = Config::from_settings(&settings).unwrap();
         assert_eq!(config.transport, TransportChoice::Auto);
@@ -431,6 +485,21 @@ mod tests {
             for part in parts {
                 assert!(error.contains(part), "{text}: {error}");
             }
+        }
+    }
+
+    #[test]
+    fn a_variable_that_is_no_setting_is_refused_with_the_nearest_name() {
+        for (name, part) in [
+            ("FEATURESTORE_TOKN", "did you mean FEATURESTORE_TOKEN?"),
+            ("FEATURESTORE_MAX_INFLIGHT", "did you mean FEATURESTORE_MAX_IN_FLIGHT?"),
+            ("FEATURESTORE_lease", "did you mean FEATURESTORE_LEASE?"),
+            ("FEATURESTORE_SOMETHING_ELSE", "known: transport"),
+        ] {
+            let variables = [(name.into(), "hush".into())];
+            let error = Settings::new().environment(variables).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains(name), "{error}");
+            assert!(!error.contains("hush"), "{error}");
         }
     }
 

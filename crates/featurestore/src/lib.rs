@@ -20,6 +20,8 @@
 mod choose;
 pub mod config;
 #[cfg(feature = "cli")]
+pub mod doctor;
+#[cfg(feature = "cli")]
 pub mod input;
 #[cfg(feature = "store")]
 pub mod mooncake;
@@ -47,3 +49,8 @@ pub use config::ServerConfig;
 pub use config::{Config, Settings, TransportChoice};
 pub use control_proto::Secret;
 pub use store::FeatureStore;
+
+/// The examples of the README, compiled with those of the documentation.
+#[cfg(all(doctest, feature = "direct"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -158,7 +158,8 @@ pub(crate) fn join(config: &MooncakeConfig, segment: u64) -> Result<(Arc<dyn Sto
 /// configuration; those that the environment has already are left out.
 ///
 /// - `MC_FORCE_TCP`: without it the protocol that is asked for does not choose the transport;
-/// - `MC_TCP_BIND_ADDRESS`: the address that peers are told, where the host is one;
+/// - `MC_TCP_BIND_ADDRESS`: the address that peers are told, where the host is one. Mooncake's ports
+///   are open on every address all the same: no setting of 0.3.13 changes that;
 /// - `MC_TCP_SLICE_SIZE`: pieces in which an object travels; Mooncake's 64 KiB cost a third of the
 ///   throughput of objects of some hundred KiB;
 /// - `MC_LOG_LEVEL`: its log on standard error is for failures.

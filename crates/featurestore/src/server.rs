@@ -21,7 +21,8 @@ use axum::{
     Json, Router,
     extract::State,
     http::header,
-    response::IntoResponse,
+    middleware::map_response_with_state,
+    response::{IntoResponse, Response},
     routing::{get, post},
 };
 use control_proto::capture::Limits;
@@ -66,10 +67,10 @@ struct Shared {
     publisher: Publisher,
     source: Source,
     limits: Limits,
-    bodies: Semaphore, // one a `BODY_UNIT` of bodies in flight
+    bodies: Arc<Semaphore>, // one a `BODY_UNIT` of bodies in flight
     deadline: Duration,
     max_in_flight: usize,
-    places: Semaphore, // one a sample that is worked on or waits
+    places: Arc<Semaphore>, // one a sample that is worked on or waits
     counts: Counts,
 }
 
@@ -79,6 +80,7 @@ struct Counts {
     captured: AtomicU64,
     failed: AtomicU64,
     put_off: AtomicU64,
+    refused: AtomicU64, // HTTP requests, for what they are
 }
 
 /// The line that a server prints when it is ready.
@@ -133,10 +135,10 @@ impl CaptureServer {
             publisher,
             source,
             limits: Limits { body_bytes: MAX_BODY, ..Limits::default() },
-            bodies: Semaphore::new(MAX_BODIES / BODY_UNIT),
+            bodies: Arc::new(Semaphore::new(MAX_BODIES / BODY_UNIT)),
             deadline: config.deadline,
             max_in_flight: config.max_in_flight,
-            places: Semaphore::new(config.max_in_flight),
+            places: Arc::new(Semaphore::new(config.max_in_flight)),
             counts: Counts::default(),
         });
         let allow = AllowList::new(config.allow.clone());
@@ -165,8 +167,11 @@ impl CaptureServer {
             .route("/generate", post(generate::generate))
             .route("/health", get(health))
             .route("/metrics", get(prometheus))
+            .layer(map_response_with_state(self.state.clone(), count_refused))
             .with_state(self.state.clone());
-        listen::serve(self.listener, app, &self.allow, end, GRACE).await;
+        let state = self.state.clone();
+        let unreadable = move || bump(&state.counts.refused, 1);
+        listen::serve(self.listener, app, &self.allow, unreadable, end, GRACE).await;
         self.state.publisher.close().await
     }
 }
@@ -191,26 +196,38 @@ fn check_bind(flag: &'static str, address: SocketAddr) -> Result<()> {
 
 impl Shared {
     async fn report(&self) -> Result<HealthReport> {
+        // Before anything is measured: whatever is reserved then has its place counted.
+        let samples_in_flight = self.max_in_flight - self.places.available_permits();
         let identity = self.publisher.identity();
+        let mut health = self.publisher.health().await?;
+        health.protocol_errors += self.counts.refused.load(Ordering::Relaxed);
         Ok(HealthReport {
-            health: self.publisher.health().await?,
+            health,
             epoch: identity.epoch,
             session: identity.session,
             control: identity.control,
-            samples_in_flight: self.max_in_flight - self.places.available_permits(),
+            samples_in_flight,
             peak_rss_bytes: peak_rss_bytes(),
         })
     }
 }
 
-async fn health(State(state): State<Arc<Shared>>) -> axum::response::Response {
+/// Counts the answers that say that a request was wrong. Those that only come too early are not.
+async fn count_refused(State(state): State<Arc<Shared>>, response: Response) -> Response {
+    if response.status().is_client_error() {
+        bump(&state.counts.refused, 1);
+    }
+    response
+}
+
+async fn health(State(state): State<Arc<Shared>>) -> Response {
     match state.report().await {
         Ok(report) => Json(report).into_response(),
         Err(error) => generate::refusal(&error),
     }
 }
 
-async fn prometheus(State(state): State<Arc<Shared>>) -> axum::response::Response {
+async fn prometheus(State(state): State<Arc<Shared>>) -> Response {
     match state.report().await {
         Ok(report) => (
             [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],

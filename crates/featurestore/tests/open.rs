@@ -4,8 +4,8 @@
 use std::{net::TcpListener, time::Duration};
 
 use featurestore::{
-    Config, FeatureStore, Secret, ServerConfig, Settings, server::CaptureServer, source::Source,
-    workload::Model,
+    Config, FeatureStore, Secret, ServerConfig, Settings, TransportChoice, server::CaptureServer,
+    source::Source, workload::Model,
 };
 use transport_core::{Error, ErrorKind, SessionName};
 
@@ -59,6 +59,30 @@ async fn other_ports_of_a_server_are_told_from_its_control_port() {
     let text = refusal(&Config::default(), &session).await.to_string();
     assert!(text.contains("give the control address"), "{text}");
     FeatureStore::open(&Config::default(), &[control]).await.unwrap().close().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pool_that_no_memory_holds_is_named() {
+    let (_, _, control) = serve(&[]).await;
+    let config = Config::default().transport(TransportChoice::Tcp).pool("900TiB".parse().unwrap());
+    let error = FeatureStore::open(&config, &[control]).await.map(drop).unwrap_err();
+    assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::ConfigInvalid, false));
+    assert!(error.to_string().contains("FEATURESTORE_POOL"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_closed_store_says_so() {
+    let (_, _, control) = serve(&[]).await;
+    let store = FeatureStore::open(&Config::default(), &[control]).await.unwrap();
+    store.close().await.unwrap();
+    store.close().await.unwrap();
+    for error in [
+        store.health().await.map(drop).unwrap_err(),
+        store.get_many(vec![]).await.map(drop).unwrap_err(),
+        store.release(vec![]).await.map(drop).unwrap_err(),
+    ] {
+        assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::Closed, false), "{error}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

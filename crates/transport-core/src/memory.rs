@@ -76,9 +76,9 @@ pub struct RegionMut(Span);
 
 /// Counted view of bytes that nobody writes any more. Cloning and slicing copy no bytes.
 ///
-/// A view into another process's memory ([`Destination::View`](crate::Destination::View)) keeps that
-/// promise only until its sample is released or its lease ends: whoever made the view must drop it
-/// before that.
+/// That is also true of a view into another process's memory
+/// ([`Destination::View`](crate::Destination::View)): it keeps the publisher from reusing the bytes
+/// for as long as it lives.
 #[derive(Clone)]
 pub struct RegionSlice(Span);
 

@@ -58,7 +58,8 @@ pub trait Transport: fmt::Debug + Send + Sync {
     ///   the tensors asked for; otherwise the call fails with [`ErrorKind::InvalidInput`] before any
     ///   byte moves, and regions go back to their owners at once.
     /// - A tensor without bytes is returned without a transfer.
-    /// - From a successful fetch until [`Self::release`], the publisher keeps the bytes.
+    /// - From a successful fetch until [`Self::release`], the publisher keeps the bytes; what a view
+    ///   shows, also until the view is dropped, however long this process is out of touch with it.
     async fn fetch(
         &self,
         requests: Vec<FetchRequest>,
@@ -71,14 +72,17 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// - Idempotent: what is gone is counted in [`ReleaseReport::already_gone`].
     /// - A descriptor of an older life of a key never touches a newer one:
     ///   [`ReleaseReport::stale`].
-    /// - Views must be dropped first: whatever they still show may be overwritten otherwise.
+    /// - A sample with live views is let go of at once, but goes back to its publisher only when the
+    ///   last view of it is dropped: until then its bytes stay what they are, its key may stay
+    ///   taken, and it is counted ([`ReleaseReport::deferred`], [`Health::deferred_samples`]). It
+    ///   cannot be fetched again meanwhile, and releasing it again reports it as already gone.
     async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport>;
 
     /// Ends this client's holds on samples and frees nothing: other clients may still come for
     /// them. What drains goes with its last holder.
     ///
-    /// For consumers that are done with a sample that somebody else releases. Views must be gone,
-    /// as before a release. Nothing happens to samples that this client does not hold, or where the
+    /// For consumers that are done with a sample that somebody else releases. Views must be gone:
+    /// where they are looked for, those that live are an error of kind [`ErrorKind::Busy`]. Nothing happens to samples that this client does not hold, or where the
     /// transport knows no holds.
     async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
         let _ = samples; // no holds, nothing to end
@@ -394,8 +398,8 @@ impl FetchOptions {
 pub struct Fetched {
     /// What was read.
     pub descriptor: Arc<Descriptor>,
-    /// The tensors, in the order asked for. Their memory lives as long as they do, but what a view
-    /// shows is only kept by the publisher until the sample is released.
+    /// The tensors, in the order asked for. Their memory lives as long as they do, and its bytes do
+    /// not change, also those of views whose sample is released or whose publisher is gone.
     pub tensors: IndexMap<FeatureName, Tensor>,
     /// Whether the publisher's and the objects' lives were compared with the descriptor's; false
     /// with older peers that do not tell.
@@ -443,6 +447,9 @@ pub struct ReleaseReport {
     pub stale: u64,
     /// Sent to a peer that does not answer frees; taken as released.
     pub unconfirmed: u64,
+    /// Views of them are alive in this process: this call let go of them, and the publisher is told
+    /// when the last view is dropped.
+    pub deferred: u64,
 }
 
 impl ReleaseReport {
@@ -452,6 +459,7 @@ impl ReleaseReport {
         self.already_gone += other.already_gone;
         self.stale += other.stale;
         self.unconfirmed += other.unconfirmed;
+        self.deferred += other.deferred;
     }
 }
 
@@ -482,6 +490,11 @@ pub struct Health {
     pub stale_frees: u64,
     /// Samples that came back because their holder died.
     pub lease_expired_samples: u64,
+    /// Holders that are silent for longer than their lease, or have said goodbye, but whose process
+    /// still maps the arena: what they hold stays where it is until it does so no more.
+    pub stalled_clients: u64,
+    /// Samples that were released here while views of them were alive, and go back with the last.
+    pub deferred_samples: u64,
     /// Tensor payload that passed through host memory of this process.
     pub host_payload_bytes: u64,
     /// Tensor payload that moved within or between devices.

@@ -1,5 +1,5 @@
 //! The direct transport: samples are read out of the memory of the process that captured them.
-#![forbid(unsafe_code)] // mappings are capture-arena's; an engine for devices will need some
+#![deny(unsafe_code)] // but for the shm engine's views
 
 mod claims;
 mod control;

@@ -45,6 +45,7 @@ mod memory;
 mod objects;
 mod publish;
 mod release;
+mod segments;
 mod transport;
 mod workers;
 

@@ -24,6 +24,7 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/capture-arena/src/backing", "maps memory"),
     ("crates/capture-arena/src/backing.rs", "maps memory"),
     ("crates/capture-arena/src/pin.rs", "loom's cells, in the models of the pins"),
+    ("crates/capture-arena/tests/arena/processes.rs", "views what its publisher never frees"),
     ("crates/mooncake-sys", "calls C libraries, in its tests too"),
     ("crates/transport-mooncake-store/tests/fake", "is called as a C library is"),
     ("crates/rollout-codec/tests/memory.rs", "counts what decoding allocates"),

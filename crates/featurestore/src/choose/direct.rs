@@ -9,10 +9,10 @@ use std::{
 
 use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
 use control_proto::control::{Code, Hello, Limits, Response, write_bye, write_hello};
-use transport_core::{ClientId, Error, ErrorKind, Result, SessionName, Transport};
+use transport_core::{ClientId, Error, ErrorKind, MapMark, Result, SessionName, Transport};
 use transport_mooncake_direct::{DirectTransport, Engine};
 
-use super::{Choice, DEFAULT_POOL, Probe};
+use super::{Choice, DEFAULT_POOL, Finding, Probe};
 use crate::config::Config;
 
 /// Longest time that one server may take to answer a probe.
@@ -36,7 +36,10 @@ pub(super) async fn connect(
         builder.engine(Engine::Shm)
     } else {
         let pool = config.pool.unwrap_or(DEFAULT_POOL);
-        builder.engine(Engine::Tcp).pool(RegionPool::new(Backing::heap(pool.get())?)?)
+        let memory = Backing::heap(pool.get()).map_err(|e| {
+            e.with("setting", "pool").remedy("set a smaller pool: FEATURESTORE_POOL, Config::pool")
+        })?;
+        builder.engine(Engine::Tcp).pool(RegionPool::new(memory)?)
     };
     let transport = Arc::new(builder.build()?);
     announce(transport.clone(), servers.to_vec()).await;
@@ -59,8 +62,15 @@ async fn announce(transport: Arc<DirectTransport>, servers: Vec<SessionName>) {
     }
 }
 
-/// Asks every server. Blocks.
+/// Asks every server or, without one, tries what this machine can do by itself. Blocks.
 pub(super) fn probe(config: &Config, servers: &[SessionName]) -> Probe {
+    if servers.is_empty() {
+        return Probe {
+            shm: alone(map_own(), "a memory file was mapped here; no server was asked"),
+            tcp: alone(listen(), "loopback works; no server was asked"),
+            unreachable: None,
+        };
+    }
     let mut found = Probe {
         shm: Ok("every server's memory is mapped; no copies".into()),
         tcp: Ok("every server answers; one copy".into()),
@@ -69,7 +79,8 @@ pub(super) fn probe(config: &Config, servers: &[SessionName]) -> Probe {
     for server in servers {
         match greet(server, config) {
             Ok(shared) => {
-                let mapped = shared.and_then(|handle| MappedBacking::open(&handle).map(drop));
+                let mapped = shared
+                    .and_then(|handle| MappedBacking::open(&handle, MapMark::random()).map(drop));
                 if let Err(error) = mapped {
                     found.shm = found.shm.and(Err(error.to_string()));
                 }
@@ -82,6 +93,26 @@ pub(super) fn probe(config: &Config, servers: &[SessionName]) -> Probe {
         }
     }
     found
+}
+
+fn alone(tried: Result<()>, good: &str) -> Finding {
+    tried.map(|()| good.to_owned()).map_err(|error| error.to_string())
+}
+
+/// Makes a memory file and maps it as another process would.
+fn map_own() -> Result<()> {
+    let backing = Backing::shared(4096)?;
+    let handle = backing.shared_handle().ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, "probe shm", "memory files cannot be shared here")
+    })?;
+    MappedBacking::open(&handle, MapMark::random()).map(drop)
+}
+
+fn listen() -> Result<()> {
+    let io = |error| Error::io("probe tcp", error);
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").map_err(io)?;
+    let address = listener.local_addr().map_err(io)?;
+    TcpStream::connect_timeout(&address, PROBE).map(drop).map_err(io)
 }
 
 /// Says hello to a server's control listener: how its memory is mapped, or why it cannot be.

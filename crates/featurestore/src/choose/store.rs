@@ -34,7 +34,7 @@ pub(super) fn probe(config: &MooncakeConfig) -> Finding {
 }
 
 /// Whether anything listens at the master's address. Others than `host:port` are taken as they are.
-fn reach(address: &str) -> Result<String> {
+pub(crate) fn reach(address: &str) -> Result<String> {
     let Ok(name) = address.parse::<SessionName>() else {
         return Ok(format!("the master at {address} was not asked"));
     };
@@ -54,6 +54,19 @@ fn reach(address: &str) -> Result<String> {
         Error::new(ErrorKind::NotFound, "reach master", "the name of the host has no address")
             .with("master", address)
     }))
+}
+
+/// The first address of a name.
+#[cfg(feature = "cli")]
+pub(crate) fn address_of(name: &SessionName) -> Result<std::net::SocketAddr> {
+    const RESOLVE: &str = "resolve name";
+    let fail = |error| Error::io(RESOLVE, error).with("name", name);
+    let mut addresses = (name.host(), name.port()).to_socket_addrs().map_err(fail)?;
+    let missing = || {
+        Error::new(ErrorKind::NotFound, RESOLVE, "the name of the host has no address")
+            .with("name", name)
+    };
+    addresses.next().ok_or_else(missing)
 }
 
 /// Joins the store as a trainer.

@@ -1,63 +1,7 @@
-//! Flags of the commands that use Mooncake, and the environment that it reads.
+//! The environment that Mooncake reads.
 
-use clap::Args;
-use featurestore::{
-    Settings, TransportChoice,
-    config::{Master, MooncakeConfig},
-};
+use featurestore::{TransportChoice, config::MooncakeConfig};
 use transport_core::Result;
-
-/// Where Mooncake is. More settings are in the file and the environment; see `config show`.
-#[derive(Clone, Debug, Args)]
-pub(super) struct MooncakeArgs {
-    /// Master of the store, HOST:PORT. The pipeline also takes managed: one of its own, on loopback,
-    /// that ends with it.
-    #[arg(long, value_name = "MASTER")]
-    mooncake: Option<Master>,
-    /// Virtual environment with Mooncake's wheel.
-    #[arg(long, value_name = "DIR")]
-    mooncake_venv: Option<String>,
-    /// File of libmooncake_store.so; comes before the wheel.
-    #[arg(long, value_name = "FILE")]
-    mooncake_library: Option<String>,
-    /// Address of the master's metrics, HOST:PORT.
-    #[arg(long, value_name = "ADDRESS")]
-    mooncake_admin: Option<String>,
-}
-
-impl MooncakeArgs {
-    pub(super) fn apply(&self, settings: &mut Settings) -> Result<()> {
-        let given = [
-            ("mooncake", self.mooncake.as_ref().map(ToString::to_string)),
-            ("mooncake_venv", self.mooncake_venv.clone()),
-            ("mooncake_library", self.mooncake_library.clone()),
-            ("mooncake_admin", self.mooncake_admin.clone()),
-        ];
-        for (name, value) in given {
-            if let Some(value) = value {
-                settings.set(name, value)?;
-            }
-        }
-        Ok(())
-    }
-}
-
-#[cfg(feature = "rollout")]
-impl MooncakeArgs {
-    /// The flags again, for a process that this one starts.
-    pub(super) fn flags(&self) -> Vec<std::ffi::OsString> {
-        [
-            ("--mooncake", self.mooncake.as_ref().map(ToString::to_string)),
-            ("--mooncake-venv", self.mooncake_venv.clone()),
-            ("--mooncake-library", self.mooncake_library.clone()),
-            ("--mooncake-admin", self.mooncake_admin.clone()),
-        ]
-        .into_iter()
-        .filter_map(|(name, value)| Some([name.into(), value?.into()]))
-        .flatten()
-        .collect()
-    }
-}
 
 /// Sees to it that Mooncake finds the variables that it reads when it is loaded, by starting this
 /// program anew with them: a process must not change its environment once it has threads.

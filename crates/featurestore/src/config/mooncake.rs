@@ -178,10 +178,9 @@ mod tests {
             settings.set(name, text).unwrap();
         }
         let config = MooncakeConfig::from_settings(&settings).unwrap();
-        let variables = config.variables();
-        let environment =
-            |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.clone());
-        let settings = Settings::new().environment(environment);
+        let variables = config.variables().into_iter();
+        let variables = variables.map(|(name, value)| (name.into(), value.into()));
+        let settings = Settings::new().environment(variables).unwrap();
         assert_eq!(MooncakeConfig::from_settings(&settings).unwrap(), config);
     }
 

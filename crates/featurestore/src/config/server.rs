@@ -79,9 +79,18 @@ impl ServerConfig {
             problems.note(settings.get("fill_threads", |text| bounded(text, MAX_FILL_THREADS)));
         let deadline = problems.note(settings.need("deadline", duration));
         let lease = problems.note(settings.need("lease", duration));
-        let transport = problems.note(settings.need("transport", str::parse));
+        let transport: Option<TransportChoice> =
+            problems.note(settings.need("transport", str::parse));
         let pool = problems.note(settings.get("pool", nonzero_size));
         let mooncake = problems.note(MooncakeConfig::from_settings(settings));
+        if let (Some(data), Some(control), Some(advertise), Some(token)) =
+            (data, control, &advertise, &token)
+            && transport != Some(TransportChoice::Store)
+        // which has no such listeners
+        {
+            problems.note(reachable([("data", data), ("control", control)], advertise.is_some()));
+            problems.note(guarded(control, token.is_some()));
+        }
         problems.settle("configure")?;
         const NOTED: &str = "what is missing is a problem, and problems end this";
         Ok(Self {
@@ -115,6 +124,33 @@ impl FromStr for ArenaKind {
                 .remedy(suggestion(other, ["shared", "heap"].into_iter()))),
         }
     }
+}
+
+/// Descriptors name a host that trainers can connect to.
+fn reachable(addresses: [(&'static str, SocketAddr); 2], advertised: bool) -> Result<()> {
+    let every = addresses.into_iter().find(|(_, address)| address.ip().is_unspecified());
+    match every.filter(|_| !advertised) {
+        None => Ok(()),
+        Some((setting, address)) => {
+            let why = "every interface is no address that trainers can connect to";
+            Err(bad(why, &address.to_string()).with("setting", setting).remedy(
+                "give --advertise HOST (or set FEATURESTORE_ADVERTISE): the name or address by \
+                 which trainers reach this host",
+            ))
+        }
+    }
+}
+
+/// A control listener that other hosts reach asks for a token.
+fn guarded(control: SocketAddr, token: bool) -> Result<()> {
+    if token || control.ip().to_canonical().is_loopback() {
+        return Ok(());
+    }
+    let why = "a control listener that is not on loopback needs a token";
+    Err(bad(why, &control.to_string()).with("setting", "control").remedy(
+        "set FEATURESTORE_TOKEN for the server and for its trainers, or token in their \
+         configuration files; or listen on 127.0.0.1",
+    ))
 }
 
 fn bounded(text: &str, most: usize) -> Result<usize> {

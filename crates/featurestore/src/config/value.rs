@@ -10,11 +10,19 @@ pub(super) fn fold(text: &str) -> String {
 
 pub(super) fn suggestion(found: &str, known: impl Iterator<Item = &'static str> + Clone) -> String {
     let list = known.clone().collect::<Vec<_>>().join(", ");
-    let distance = |name: &&'static str| strsim::levenshtein(found, name);
-    match known.min_by_key(distance).filter(|name| distance(name) <= 3) {
+    match nearest(found, known) {
         Some(nearest) => format!("did you mean {nearest}? known: {list}"),
         None => format!("known: {list}"),
     }
+}
+
+/// The known name that `found` is a misspelling of, if it looks like one.
+pub(super) fn nearest(
+    found: &str,
+    known: impl Iterator<Item = &'static str>,
+) -> Option<&'static str> {
+    let distance = |name: &&'static str| strsim::levenshtein(found, name);
+    known.min_by_key(distance).filter(|name| distance(name) <= 3)
 }
 
 pub(super) fn bad(why: &'static str, found: &str) -> Error {

@@ -15,7 +15,10 @@ use super::{
     messages::{Event, Start},
     report::ServerReport,
 };
-use crate::config::{MooncakeConfig, TransportChoice};
+use crate::{
+    choose::Choice,
+    config::{MooncakeConfig, TransportChoice},
+};
 
 /// How long a process may take to get ready.
 const START: Duration = Duration::from_secs(30);
@@ -132,8 +135,7 @@ impl Server {
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         let ready: Value = serde_json::from_str(&line)
             .map_err(|e| lost(&self.name, "printed no ready line").source(e))?;
-        let text = |field: &str| ready[field].as_str().unwrap_or_default().to_owned();
-        self.http = text("http");
+        self.http = ready["http"].as_str().unwrap_or_default().to_owned();
         self.control = ready["control"].as_str().map(str::to_owned);
         self.arena_bytes = ready["arena_bytes"].as_u64().unwrap_or(0);
         self.registrations = ready["registrations"].as_u64().unwrap_or(0);
@@ -174,8 +176,8 @@ impl Server {
 pub(super) struct Trainer {
     pub(super) name: String,
     pub(super) client: ClientId,
-    pub(super) transport: String,
-    pub(super) reasons: Vec<String>,
+    pub(super) choice: Choice,
+    pub(super) views: bool,
     pub(super) child: Child,
     pub(super) stdin: ChildStdin,
     pub(super) events: Events,
@@ -198,9 +200,9 @@ impl Trainer {
         stdin.write_all(&line).await.map_err(|e| lost(&name, "is gone").source(e))?;
         let ready = timeout(START, events.next()).await;
         match ready.map_err(|_| lost(&name, format_args!("was not ready within {START:?}")))?? {
-            Some(Event::Ready { client, transport, reasons }) => {
+            Some(Event::Ready { client, choice, views }) => {
                 let client = client.parse()?;
-                Ok(Self { name, client, transport, reasons, child, stdin, events })
+                Ok(Self { name, client, choice, views, child, stdin, events })
             }
             Some(Event::Failed { error }) => Err(lost(&name, format_args!("failed: {error}"))),
             Some(other) => Err(lost(&name, format_args!("began with {other:?}"))),

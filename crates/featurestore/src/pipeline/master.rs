@@ -1,12 +1,13 @@
 //! The store's master of a run: one of its own, or one that runs already.
 
-use std::{net::ToSocketAddrs, path::PathBuf};
+use std::path::PathBuf;
 
 use mooncake_sys::master::{Admin, ManagedMaster, MasterOptions};
-use transport_core::{Error, ErrorKind, Result, SessionName};
+use transport_core::{Error, ErrorKind, Result};
 
 use super::{Options, report::MooncakeReport};
 use crate::{
+    choose,
     config::{Master, MooncakeConfig, TransportChoice},
     mooncake,
 };
@@ -38,10 +39,13 @@ impl Store {
     }
 
     fn start_blocking(mut config: MooncakeConfig) -> Result<Self> {
-        mooncake::Provider::find(&config)?;
         if config.master != Some(Master::Managed) {
             mooncake::setup(&config, 0)?; // names what is missing
-            let admin = config.admin.as_ref().map(admin).transpose()?;
+        }
+        mooncake::Provider::find(&config)?;
+        if config.master != Some(Master::Managed) {
+            let admin = config.admin.as_ref().map(choose::store::address_of).transpose()?;
+            let admin = admin.map(Admin::at);
             return Ok(Self { config, admin, master: None, log: Log::default() });
         }
         let file = format!("featurestore-mooncake-master-{}.log", std::process::id());
@@ -104,16 +108,6 @@ impl Drop for Log {
             eprintln!("featurestore: the log of mooncake_master is kept: {}", path.display());
         }
     }
-}
-
-fn admin(name: &SessionName) -> Result<Admin> {
-    let fail = |error| Error::io("find the master's metrics", error).with("mooncake_admin", name);
-    let mut addresses = (name.host(), name.port()).to_socket_addrs().map_err(fail)?;
-    let address = addresses.next().ok_or_else(|| {
-        Error::new(ErrorKind::NotFound, "find the master's metrics", "the name has no address")
-            .with("mooncake_admin", name)
-    })?;
-    Ok(Admin::at(address))
 }
 
 fn panicked(error: tokio::task::JoinError) -> Error {

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use transport_core::ReleaseReport;
 
+use crate::choose::Choice;
+
 /// First line to the trainer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Start {
@@ -43,10 +45,10 @@ pub(super) enum Event {
     Ready {
         /// Client id, to hold samples for.
         client: String,
-        /// Chosen transport.
-        transport: String,
-        /// What was considered, and why this one.
-        reasons: Vec<String>,
+        /// What was considered, and why this transport.
+        choice: Choice,
+        /// Whether samples are seen where the server keeps them; copied otherwise.
+        views: bool,
     },
     /// A sample is read and compared.
     Verified {
@@ -101,11 +103,12 @@ pub(super) struct Released {
     pub(super) already_gone: u64,
     pub(super) stale: u64,
     pub(super) unconfirmed: u64,
+    pub(super) deferred: u64,
 }
 
 impl From<ReleaseReport> for Released {
     fn from(report: ReleaseReport) -> Self {
-        let ReleaseReport { released, already_gone, stale, unconfirmed, .. } = report;
-        Self { released, already_gone, stale, unconfirmed }
+        let ReleaseReport { released, already_gone, stale, unconfirmed, deferred, .. } = report;
+        Self { released, already_gone, stale, unconfirmed, deferred }
     }
 }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use transport_core::ByteSize;
 
 use super::{Options, producer::Run};
+use crate::choose::Candidate;
 
 /// Result of a run; `--json` prints it.
 #[derive(Clone, Debug, Serialize)]
@@ -26,7 +27,9 @@ pub struct Report {
     /// Transport that moved them.
     pub transport: String,
     /// What was considered, and why this transport.
-    pub transport_reasons: Vec<String>,
+    pub transport_reasons: Vec<Candidate>,
+    /// Whether the trainer saw the samples where the server keeps them, without a copy.
+    pub views: bool,
     /// Tensor payload that passed through the trainer's host memory.
     pub host_payload_bytes: u64,
     /// From the first request to the last capture.
@@ -139,8 +142,9 @@ impl Report {
             verified_bytes: totals.verified_bytes,
             mismatches: totals.mismatches,
             differing: totals.differing,
-            transport: run.transport,
-            transport_reasons: run.reasons,
+            transport: run.choice.chosen,
+            transport_reasons: run.choice.candidates,
+            views: run.views,
             host_payload_bytes: totals.host_payload_bytes,
             capture_elapsed_s: capture,
             materialize_active_s: totals.materialize_active_s,
@@ -250,11 +254,12 @@ impl fmt::Display for Report {
             ("materialize", self.materialize_active_s, self.materialize_samples_per_s),
             ("pipeline", self.pipeline_elapsed_s, self.pipeline_samples_per_s),
         ] {
-            writeln!(
-                f,
-                "{name:<14} {seconds:.3} s, {rate:.1} samples/s, {:.2} GB/s",
-                gb_per_s(seconds)
-            )?;
+            write!(f, "{name:<14} {seconds:.3} s, {rate:.1} samples/s, ")?;
+            if self.views && name == "materialize" {
+                writeln!(f, "as views: no bytes are moved")?;
+            } else {
+                writeln!(f, "{:.2} GB/s", gb_per_s(seconds))?;
+            }
         }
         writeln!(f, "cleanup        {:.3} ms for all samples", self.cleanup_elapsed_s * 1e3)?;
         writeln!(f, "host payload   {} in the trainer", size(self.host_payload_bytes))?;

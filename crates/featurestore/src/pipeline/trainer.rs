@@ -52,8 +52,8 @@ async fn train(config: Config) -> Result<Totals> {
     let warm = store.health().await?.registrations;
     say(&Event::Ready {
         client: store.client_id().to_string(),
-        transport: store.info().scheme.clone(),
-        reasons: store.choice().lines().collect(),
+        choice: store.choice().clone(),
+        views: store.info().capabilities.views,
     })?;
 
     let (to_verify, verifying) = mpsc::channel(1);

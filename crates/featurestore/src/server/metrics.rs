@@ -15,6 +15,7 @@ pub(super) fn render(report: &HealthReport, counts: &Counts) -> String {
         ("resident_bytes", "Bytes of resident samples.", h.resident_bytes),
         ("reserved_bytes", "Bytes reserved for samples being filled.", h.reserved_bytes),
         ("quarantined_bytes", "Bytes that a transfer may still write.", h.quarantined_bytes),
+        ("stalled_clients", "Silent holders that still map the arena.", h.stalled_clients),
         ("connected_peers", "Open connections of peers.", h.connected_peers),
         ("samples_in_flight", "Samples worked on or waiting.", report.samples_in_flight as u64),
         ("peak_rss_bytes", "Largest resident set so far.", report.peak_rss_bytes),

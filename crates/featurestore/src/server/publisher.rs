@@ -1,7 +1,7 @@
 //! Where a server's samples go: an arena of its own, or Mooncake Store.
 
 use capture_arena::{Arena, ArenaConfig, Backing, ReserveOptions, SamplePlan};
-use transport_core::{Descriptor, Health, Result};
+use transport_core::{Descriptor, Error, ErrorKind, Health, Result};
 use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig, SinkReservation};
 
 use super::check_bind;
@@ -65,7 +65,6 @@ impl Publisher {
 
     #[cfg(not(feature = "store"))]
     async fn store(_: &ServerConfig) -> Result<Self> {
-        use transport_core::{Error, ErrorKind};
         let error = Error::new(ErrorKind::Unsupported, "join Mooncake Store", "built without it");
         Err(error.remedy("build with --features mooncake-python, or mooncake for a C library"))
     }
@@ -91,7 +90,10 @@ impl Publisher {
         options: ReserveOptions,
     ) -> Result<Reserved> {
         match self {
-            Self::Arena { sink, .. } => sink.reserve(plans, options).await.map(Reserved::Arena),
+            Self::Arena { sink, .. } => {
+                let reserved = sink.reserve(plans, options).await.map_err(how_to_make_room);
+                reserved.map(Reserved::Arena)
+            }
             #[cfg(feature = "store")]
             Self::Store(store) => store.reserve(plans, options).await.map(Reserved::Store),
         }
@@ -144,6 +146,21 @@ impl Reserved {
             #[cfg(feature = "store")]
             Self::Store(reservation) => reservation.publish().await,
         }
+    }
+}
+
+/// Names the settings of this server, and of its trainers, that make room.
+fn how_to_make_room(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::CapacityExceeded if error.is_temporary() => error.remedy(
+            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or keep a lower \
+             watermark: release samples sooner (pipeline --quantum)",
+        ),
+        ErrorKind::CapacityExceeded => error.remedy(
+            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or send fewer \
+             or shorter prompts in a request",
+        ),
+        _ => error,
     }
 }
 

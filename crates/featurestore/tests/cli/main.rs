@@ -4,6 +4,7 @@
 
 mod common;
 mod config;
+mod doctor;
 mod faults;
 mod pipeline;
 mod rollout;

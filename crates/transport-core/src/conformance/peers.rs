@@ -156,7 +156,7 @@ pub(super) async fn staleness_is_reported_as_checked(pair: &mut Pair) -> Verdict
     release_now(&pair.consumer, &descriptor).await
 }
 
-fn second(pair: &Pair) -> Verdict<Arc<dyn Transport>> {
+pub(super) fn second(pair: &Pair) -> Verdict<Arc<dyn Transport>> {
     pair.second_consumer
         .clone()
         .ok_or_else(|| Stop::NotApplicable("the pair has no second consumer".into()))

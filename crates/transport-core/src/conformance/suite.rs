@@ -247,6 +247,7 @@ const ROOMY: Setup = Setup::new(4 * MIB);
 const LARGE: Setup = Setup::new(64 * MIB);
 /// An arena that a few tensors fill.
 const SMALL: Setup = Setup::new(256 * KIB);
+const TWO_IN_A_SMALL_ARENA: Setup = Setup { second_consumer: true, ..SMALL };
 const TWO_CONSUMERS: Setup = Setup { second_consumer: true, ..ROOMY };
 const OLDER_PEER: Setup = Setup { older_peer: true, ..ROOMY };
 const SLOW: Setup = Setup { transfer_delay: Duration::from_millis(400), ..LARGE };
@@ -278,6 +279,12 @@ suite! { ($)
         needs Need::Views;
     destinations::views_are_unmoved_by_other_samples:
         "a held view stays the same while other samples come and go", SMALL, needs Need::Views;
+    destinations::a_release_waits_for_views:
+        "a released sample stays what it is, and counted, until its last view is dropped", SMALL,
+        needs Need::Views, Need::StalenessChecked;
+    destinations::a_view_outlives_its_consumer:
+        "closing a consumer does not change what its views show", TWO_IN_A_SMALL_ARENA,
+        needs Need::Views, Need::StalenessChecked, Need::Hook(Hook::SecondConsumer);
     destinations::pool_memory_outlives_the_release:
         "what was fetched into the pool stays the same after its release", SMALL;
     destinations::own_regions_come_back_filled:

@@ -392,6 +392,7 @@ impl Transport for MemoryTransport {
             released_samples,
             duplicate_frees,
             stale_frees,
+            deferred_samples: tally.deferred_samples.load(Ordering::SeqCst),
             host_payload_bytes: shared.copied_bytes.load(Ordering::SeqCst),
             quarantined_bytes: shared.transfers.quarantined_bytes(),
             connected_peers: shared.clients.load(Ordering::SeqCst),

@@ -1,16 +1,21 @@
 //! Putting a transport together.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64},
+    },
     time::Duration,
 };
 
 use capture_arena::RegionPool;
 use control_proto::{Secret, control::MAX_LEASE};
 use parking_lot::Mutex;
-use transport_core::{Capabilities, ClientId, Error, ErrorKind, Result, TransportInfo};
+use transport_core::{Capabilities, ClientId, Error, ErrorKind, MapMark, Result, TransportInfo};
 
-use super::{DirectTransport, EngineState, Inner, publishers::Publishers, transfer::Transfers};
+use super::{
+    DirectTransport, EngineState, Inner, publishers::Publishers, transfer::Transfers, uses::Uses,
+};
 use crate::{CaptureSink, ControlOptions, TcpEngine, TcpOptions, workers::Workers};
 
 /// Fetches that run at a time; others wait in line.
@@ -144,6 +149,8 @@ impl DirectTransportBuilder {
         }
         let mut control = ControlOptions::new(self.client.unwrap_or_else(ClientId::random));
         control.token = self.token;
+        let mark = MapMark::random();
+        control.mapping = (self.engine == Some(Engine::Shm)).then_some(mark);
         if let Some(lease) = self.lease {
             if lease < Duration::from_millis(100) || lease > MAX_LEASE {
                 return Err(invalid("the lease is out of range")
@@ -185,7 +192,8 @@ impl DirectTransportBuilder {
             }),
             pool: self.pool,
             client: control.client.clone(),
-            publishers: Publishers::new(control),
+            publishers: Publishers::new(control, mark),
+            uses: Arc::<Uses>::default(),
             transfers: Transfers::default(),
             transfer_delay: self.transfer_delay,
             host_bytes: AtomicU64::new(0),

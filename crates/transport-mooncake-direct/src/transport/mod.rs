@@ -6,6 +6,7 @@ mod publishers;
 mod release;
 mod request;
 mod transfer;
+mod uses;
 
 use std::{
     sync::{
@@ -29,6 +30,8 @@ pub use builder::{DirectTransportBuilder, Engine};
 use publishers::Publishers;
 pub use release::PendingRelease;
 use transfer::Transfers;
+pub(crate) use uses::InUse;
+use uses::Uses;
 
 use crate::{CaptureSink, Standing, TcpEngine, net::timed_out, workers::Workers};
 
@@ -47,7 +50,15 @@ const GRACE: Duration = Duration::from_millis(250);
 /// - [`Engine::Tcp`] speaks Mooncake's tcp wire.
 ///
 /// A fetched sample is held until it is released, or until this client has been silent for its
-/// lease. Every call also exists as one that blocks its thread, without a hop to another one.
+/// lease. A view holds its sample for as long as it lives: a release waits for it, and while this
+/// process maps the publisher's memory, no silence makes the publisher reuse what it holds. Closing
+/// the transport while views are alive leaves everything it held where it is until they are gone.
+///
+/// # Trust
+/// That memory does not change under a view is the publisher's to keep, which writes it: views are
+/// for publishers of the same user whose code is trusted, and for descriptors as they gave them.
+///
+/// Every call also exists as one that blocks its thread, without a hop to another one.
 #[derive(Debug)]
 pub struct DirectTransport {
     info: TransportInfo,
@@ -63,6 +74,7 @@ struct Inner {
     pool: Option<RegionPool>,
     client: ClientId,
     publishers: Publishers,
+    uses: Arc<Uses>,
     transfers: Transfers,
     transfer_delay: Duration,
     host_bytes: AtomicU64,
@@ -289,6 +301,7 @@ impl Inner {
         self.publishers.add_to(&mut health);
         health.host_payload_bytes += self.host_bytes.load(Ordering::Relaxed);
         health.quarantined_bytes += self.transfers.quarantined();
+        health.deferred_samples += self.uses.deferred();
         if let Some(error) = &*self.last_error.lock() {
             health.last_error = Some(error.clone());
         }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::{Mutex, RwLock};
-use transport_core::{ClientId, Epoch, Error, ErrorKind, Health, Result, SessionName};
+use transport_core::{ClientId, Epoch, Error, ErrorKind, Health, MapMark, Result, SessionName};
 
 use crate::{ControlClient, ControlOptions, Standing, claims::Claims, shm::SharedArena};
 
@@ -18,6 +18,7 @@ const MAX_LIVES: usize = 4;
 #[derive(Debug)]
 pub(super) struct Publishers {
     options: ControlOptions,
+    mark: MapMark,
     known: RwLock<HashMap<SessionName, Arc<Publisher>>>,
 }
 
@@ -25,6 +26,7 @@ pub(super) struct Publishers {
 #[derive(Debug)]
 pub(super) struct Publisher {
     client: ControlClient,
+    mark: MapMark,
     lives: Mutex<Vec<Arc<Life>>>, // the newest last
 }
 
@@ -37,8 +39,9 @@ pub(super) struct Life {
 }
 
 impl Publishers {
-    pub(super) fn new(options: ControlOptions) -> Self {
-        Self { options, known: RwLock::default() }
+    /// `mark` is the one under which memory of theirs is mapped.
+    pub(super) fn new(options: ControlOptions, mark: MapMark) -> Self {
+        Self { options, mark, known: RwLock::default() }
     }
 
     pub(super) fn client_id(&self) -> &ClientId {
@@ -55,7 +58,7 @@ impl Publishers {
             return Ok(publisher.clone());
         }
         let client = ControlClient::start(control.clone(), self.options.clone())?;
-        let publisher = Arc::new(Publisher { client, lives: Mutex::default() });
+        let publisher = Arc::new(Publisher { client, mark: self.mark, lives: Mutex::default() });
         known.insert(control.clone(), publisher.clone());
         Ok(publisher)
     }
@@ -74,6 +77,8 @@ impl Publishers {
         let known = std::mem::take(&mut *self.known.write());
         std::thread::scope(|scope| {
             for publisher in known.values() {
+                // The mappings first: the publisher keeps what is held for as long as one exists.
+                publisher.lives.lock().clear();
                 scope.spawn(|| publisher.client.close(bound));
             }
         });
@@ -91,12 +96,6 @@ impl Publisher {
         Ok((self.present(&standing), standing))
     }
 
-    /// Whatever life is there, for samples that do not say which they belong to.
-    pub(super) fn any_life(&self, deadline: Instant) -> Result<(Arc<Life>, Standing)> {
-        let standing = self.client.connect(deadline)?;
-        Ok((self.present(&standing), standing))
-    }
-
     /// The life that `standing` is about. All others are over: they are forgotten here.
     fn present(&self, standing: &Standing) -> Arc<Life> {
         let life = self.life_called(standing.hello.epoch);
@@ -104,7 +103,7 @@ impl Publisher {
         life.claims.lock().renew(standing.continuity, standing.known_since);
         life.shared.lock().get_or_insert_with(|| {
             let info = standing.hello.arena.clone();
-            Arc::new(SharedArena::new(info, self.client.server().clone()))
+            Arc::new(SharedArena::new(info, self.client.server().clone(), self.mark))
         });
         life
     }
@@ -116,7 +115,9 @@ impl Publisher {
             return life.clone();
         }
         if lives.len() >= MAX_LIVES {
-            lives.remove(0);
+            // Never the present one, which alone has its memory.
+            let oldest = lives.iter().position(|life| life.shared.lock().is_none());
+            lives.remove(oldest.unwrap_or(0));
         }
         let life = Arc::new(Life { epoch, claims: Mutex::default(), shared: Mutex::new(None) });
         lives.push(life.clone());

@@ -4,10 +4,14 @@ use std::{sync::Arc, time::Instant};
 
 use control_proto::control::Objects;
 use transport_core::{
-    ArenaLocation, Descriptor, Error, Release, ReleaseReport, Result, Sequence, SessionName,
+    ArenaLocation, Descriptor, Error, ErrorKind, Release, ReleaseReport, Result, Sequence,
+    SessionName,
 };
 
-use super::{Inner, request::arena_of};
+use super::{
+    EngineState, Inner,
+    request::{arena_of, check_lives},
+};
 use crate::{FreeTicket, control::ClaimObject, transport::publishers::Publisher};
 
 /// Frees that were handed over and may not be answered yet.
@@ -25,8 +29,12 @@ impl Inner {
     /// Groups samples by publisher and life, and hands them to the control connections.
     pub(super) fn release(&self, releases: Vec<Release>) -> Result<PendingRelease> {
         // All or nothing as far as it can be seen beforehand.
+        let shm = matches!(self.engine, Some(EngineState::Shm));
         for release in &releases {
             arena_of(&release.descriptor)?;
+            if shm {
+                check_lives("release", &release.descriptor)?;
+            }
         }
         let mut groups: Vec<(Arc<Publisher>, SessionName, Vec<Arc<Descriptor>>)> = Vec::new();
         let mut pending =
@@ -56,9 +64,18 @@ impl Inner {
         }
         for (publisher, _, samples) in groups {
             let epoch = place(&samples[0]).epoch;
-            if let Some(epoch) = epoch {
-                let life = publisher.life_called(epoch);
-                life.claims.lock().release(samples.iter().flat_map(|sample| seqs(sample)));
+            let life = epoch.map(|epoch| publisher.life_called(epoch));
+            // Under the lock until it is sent, so that a claim made meanwhile comes after it.
+            let mut claims = life.as_ref().map(|life| life.claims.lock());
+            if let Some(claims) = &mut claims {
+                claims.release(samples.iter().flat_map(|sample| seqs(sample)));
+            }
+            let samples = match epoch {
+                Some(epoch) => self.uses.defer(&publisher, epoch, samples, &mut pending.report),
+                None => samples,
+            };
+            if samples.is_empty() {
+                continue;
             }
             match publisher.client().free_later(samples, epoch) {
                 Ok(ticket) => pending.tickets.push(ticket),
@@ -80,6 +97,11 @@ impl Inner {
             let life = publisher.life_called(epoch);
             // Under the lock until it is sent, so that a claim made meanwhile comes after it.
             let mut claims = life.claims.lock();
+            if seqs(descriptor).any(|seq| self.uses.contains(epoch, seq)) {
+                return Err(Error::new(ErrorKind::Busy, "let go", "views of the sample are alive")
+                    .with("key", &descriptor.sample)
+                    .remedy("drop them first; a release would wait for them"));
+            }
             claims.release(seqs(descriptor));
             let objects: Vec<_> = descriptor
                 .features
