@@ -6,6 +6,8 @@
 //! becomes readable; they are read only while the range is pinned or held.
 #![allow(unsafe_code)]
 
+mod sealed;
+
 use std::{
     fmt,
     os::fd::{AsFd, AsRawFd, OwnedFd},
@@ -22,6 +24,8 @@ use transport_core::{
     ArenaOffset, ByteSize, Error, ErrorKind, MapMark, RegionKind, RegionMut, RegionSlice, Result,
     memory::Owner,
 };
+
+pub use sealed::SealedBacking;
 
 use crate::{limits, suballoc::footprint};
 
@@ -115,38 +119,16 @@ impl Backing {
     /// The file has no name, is not inherited by child programs, cannot be executed, and its size
     /// is sealed. Same size rules as [`Self::heap`].
     pub fn shared(bytes: u64) -> Result<Self> {
-        Self::shared_sealed(bytes, SIZE_SEALS)
+        Self::memfd(bytes, SIZE_SEALS)
     }
 
-    /// As [`Self::shared`], for bytes that are written once: [`Self::freeze`] ends that.
-    pub fn freezable(bytes: u64) -> Result<Self> {
-        Self::shared_sealed(bytes, SIZE_SEALS.difference(SealFlags::SEAL))
+    /// Memory as from [`Self::shared`], to be written once and then [sealed](SealedBacking::seal).
+    /// Others cannot map it before.
+    pub fn sealable(bytes: u64) -> Result<Self> {
+        Self::memfd(bytes, SIZE_SEALS.difference(SealFlags::SEAL))
     }
 
-    /// Sees to it that nobody ever writes this memory again, here or elsewhere.
-    ///
-    /// Fails with [`ErrorKind::Busy`] while a clone or a region of it lives, and with
-    /// [`ErrorKind::Unsupported`] for memory that was not made by [`Self::freezable`].
-    pub fn freeze(self) -> Result<MappedBacking> {
-        const OPERATION: &str = "freeze shared memory";
-        let block = Arc::into_inner(self.0).ok_or_else(|| {
-            Error::new(ErrorKind::Busy, OPERATION, "something can still write it")
-                .remedy("drop its regions, pools and clones first")
-        })?;
-        let Some((fd, handle)) = block.shared else {
-            return Err(Error::new(ErrorKind::Unsupported, OPERATION, "private memory"));
-        };
-        drop(block.memory); // the one writable mapping
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE | SealFlags::SEAL).map_err(|e| {
-            Error::new(ErrorKind::Unsupported, OPERATION, "the kernel does not seal it")
-                .source(std::io::Error::from(e))
-        })?;
-        let len = usize::try_from(handle.bytes).expect("was mapped");
-        let map = Mapping::of_file(&fd, len, false, OPERATION)?;
-        Ok(MappedBacking(Arc::new(Mapped { map, handle, frozen: true, _fd: fd })))
-    }
-
-    fn shared_sealed(bytes: u64, seals: SealFlags) -> Result<Self> {
+    fn memfd(bytes: u64, seals: SealFlags) -> Result<Self> {
         const OPERATION: &str = "create shared arena";
         let failed = |e: rustix::io::Errno| {
             Error::io(OPERATION, e.into()).with("bytes", bytes).remedy(
@@ -256,14 +238,7 @@ impl Backing {
 
 /// Another process's arena, mapped read-only.
 #[derive(Clone)]
-pub struct MappedBacking(Arc<Mapped>);
-
-struct Mapped {
-    map: Mapping,
-    handle: SharedHandle,
-    frozen: bool,
-    _fd: OwnedFd, // by which others find the memory when its maker is gone
-}
+pub struct MappedBacking(Arc<Mapping>);
 
 impl MappedBacking {
     /// Maps the memory that `handle` describes, and marks it as mapped for as long as it is.
@@ -274,90 +249,19 @@ impl MappedBacking {
     /// Refuses a handle of another host or boot, of a process or descriptor that is gone or is now
     /// something else, and memory whose size is not sealed or not as described.
     pub fn open(handle: &SharedHandle, mark: MapMark) -> Result<Self> {
-        const OPERATION: &str = "map shared arena";
-        let refuse = |kind, why: &'static str| {
-            Error::new(kind, OPERATION, why).with("pid", handle.pid).with("fd", handle.fd)
-        };
-        let boot_id = limits::boot_id()?;
-        if handle.boot_id != boot_id {
-            return Err(refuse(ErrorKind::Unsupported, "the arena is on another host or boot")
-                .with("expected", &handle.boot_id)
-                .with("found", boot_id)
-                .remedy("use the tcp engine for servers on other hosts"));
-        }
-        let path = PathBuf::from(format!("/proc/{}/fd/{}", handle.pid, handle.fd));
-        let gone = "the process or its arena is gone";
-        // A path first: whatever is there by now is looked at before it is opened.
-        let place = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|e| match e {
-                rustix::io::Errno::NOENT | rustix::io::Errno::SRCH => {
-                    refuse(ErrorKind::PeerGone, gone)
-                        .remedy("ask the server for a new descriptor; it has restarted or closed")
-                }
-                rustix::io::Errno::ACCESS | rustix::io::Errno::PERM => {
-                    refuse(ErrorKind::PermissionDenied, "not allowed to look into the process")
-                        .remedy(
-                            "run server and trainer as the same user and in the same container, \
-                             or use the tcp engine",
-                        )
-                }
-                other => Error::io(OPERATION, other.into()).with("path", path.display()),
-            })?;
-        let stat = rustix::fs::fstat(&place).map_err(|e| Error::io(OPERATION, e.into()))?;
-        let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
-        if !regular || (stat.st_dev, stat.st_ino) != (handle.dev, handle.ino) {
-            return Err(refuse(ErrorKind::PeerGone, "something else has taken the arena's place")
-                .with("expected", format_args!("inode {}:{}", handle.dev, handle.ino))
-                .with("found", format_args!("inode {}:{}", stat.st_dev, stat.st_ino))
-                .remedy("ask the server for a new descriptor; it has restarted or closed"));
-        }
-        let again = format!("/proc/self/fd/{}", place.as_raw_fd());
-        let fd = rustix::fs::open(again, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|e| Error::io(OPERATION, e.into()).with("path", path.display()))?;
-        let seals = rustix::fs::fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
-        if !seals.contains(SIZE_SEALS) {
-            return Err(refuse(ErrorKind::Protocol, "the arena's size is not sealed")
-                .remedy("only memory made by a capture server can be mapped"));
-        }
-        if stat.st_size as u64 != handle.bytes || handle.bytes == 0 {
-            return Err(refuse(ErrorKind::Protocol, "the arena is not as large as described")
-                .with("expected", handle.bytes)
-                .with("found", stat.st_size));
-        }
-        let len = usize::try_from(handle.bytes)
-            .map_err(|_| refuse(ErrorKind::Protocol, "too large for an address space"))?;
+        let (fd, len) = open_shared(handle, SIZE_SEALS)?;
         locks::lock(&fd, mark).map_err(|e| {
-            Error::io(OPERATION, e)
+            Error::io(MAP, e)
                 .with("pid", handle.pid)
                 .remedy("the kernel cannot mark the arena as mapped: use the tcp engine")
         })?;
         // The mapping keeps the open file, and with it the lock.
-        let map = Mapping::of_file(&fd, len, false, OPERATION)?;
-        let own = (std::process::id(), fd.as_raw_fd() as u32);
-        let handle = SharedHandle { pid: own.0, fd: own.1, ..handle.clone() };
-        let frozen = seals.contains(SealFlags::WRITE);
-        Ok(Self(Arc::new(Mapped { map, handle, frozen, _fd: fd })))
+        Ok(Self(Arc::new(Mapping::of_file(&fd, len, false, MAP)?)))
     }
 
     /// Size in bytes.
     pub fn bytes_len(&self) -> u64 {
-        self.0.map.len as u64
-    }
-
-    /// How other processes find the same memory in this one, also when its maker is gone.
-    pub fn shared_handle(&self) -> &SharedHandle {
-        &self.0.handle
-    }
-
-    /// `len` bytes at `offset` of memory that was [frozen](Backing::freeze); `None` if it was not,
-    /// or if they do not lie inside.
-    pub fn frozen(&self, offset: ArenaOffset, len: u64) -> Option<RegionSlice> {
-        if !self.0.frozen {
-            return None;
-        }
-        // SAFETY: the owner is a clone of this mapping; no holder is needed, for the kernel lets
-        // nobody write what carries the seal that was looked for.
-        unsafe { self.view(offset, len, self.0.clone()) }
+        self.0.len as u64
     }
 
     /// `len` bytes at `offset`; `None` if they do not lie inside.
@@ -370,11 +274,68 @@ impl MappedBacking {
         if offset.0.checked_add(len)? > self.bytes_len() {
             return None;
         }
-        let start = self.0.map.at(offset.0, len);
+        let start = self.0.at(offset.0, len);
         // SAFETY: inside a mapping that cannot shrink and that the owner keeps; the publisher
         // writes a range only while nobody holds it, and the owner keeps the hold.
         Some(unsafe { RegionSlice::from_foreign(start, len as usize, RegionKind::Shared, owner) })
     }
+}
+
+const MAP: &str = "map shared arena";
+
+/// Opens memory that another process shares, and checks that it is what the handle describes and
+/// has the seals; also its length.
+fn open_shared(handle: &SharedHandle, needed: SealFlags) -> Result<(OwnedFd, usize)> {
+    let refuse = |kind, why: &'static str| {
+        Error::new(kind, MAP, why).with("pid", handle.pid).with("fd", handle.fd)
+    };
+    let boot_id = limits::boot_id()?;
+    if handle.boot_id != boot_id {
+        return Err(refuse(ErrorKind::Unsupported, "the arena is on another host or boot")
+            .with("expected", &handle.boot_id)
+            .with("found", boot_id)
+            .remedy("use the tcp engine for servers on other hosts"));
+    }
+    let path = PathBuf::from(format!("/proc/{}/fd/{}", handle.pid, handle.fd));
+    let gone = "the process or its arena is gone";
+    // A path first: whatever is there by now is looked at before it is opened.
+    let place = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(
+        |e| match e {
+            rustix::io::Errno::NOENT | rustix::io::Errno::SRCH => refuse(ErrorKind::PeerGone, gone)
+                .remedy("ask the server for a new descriptor; it has restarted or closed"),
+            rustix::io::Errno::ACCESS | rustix::io::Errno::PERM => {
+                refuse(ErrorKind::PermissionDenied, "not allowed to look into the process").remedy(
+                    "run server and trainer as the same user and in the same container, \
+                         or use the tcp engine",
+                )
+            }
+            other => Error::io(MAP, other.into()).with("path", path.display()),
+        },
+    )?;
+    let stat = rustix::fs::fstat(&place).map_err(|e| Error::io(MAP, e.into()))?;
+    let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+    if !regular || (stat.st_dev, stat.st_ino) != (handle.dev, handle.ino) {
+        return Err(refuse(ErrorKind::PeerGone, "something else has taken the arena's place")
+            .with("expected", format_args!("inode {}:{}", handle.dev, handle.ino))
+            .with("found", format_args!("inode {}:{}", stat.st_dev, stat.st_ino))
+            .remedy("ask the server for a new descriptor; it has restarted or closed"));
+    }
+    let again = format!("/proc/self/fd/{}", place.as_raw_fd());
+    let fd = rustix::fs::open(again, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|e| Error::io(MAP, e.into()).with("path", path.display()))?;
+    let seals = rustix::fs::fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
+    if !seals.contains(needed) {
+        return Err(refuse(ErrorKind::Protocol, "the arena's size is not sealed")
+            .remedy("only memory made by a capture server can be mapped"));
+    }
+    if stat.st_size as u64 != handle.bytes || handle.bytes == 0 {
+        return Err(refuse(ErrorKind::Protocol, "the arena is not as large as described")
+            .with("expected", handle.bytes)
+            .with("found", stat.st_size));
+    }
+    let len = usize::try_from(handle.bytes)
+        .map_err(|_| refuse(ErrorKind::Protocol, "too large for an address space"))?;
+    Ok((fd, len))
 }
 
 fn checked_len(bytes: u64) -> Result<usize> {

@@ -16,6 +16,7 @@ pub mod commands;
 mod contract;
 mod element;
 mod frameworks;
+pub mod fuzzing;
 mod infer;
 pub mod json;
 pub mod mooncake;

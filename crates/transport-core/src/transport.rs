@@ -81,9 +81,9 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// Ends this client's holds on samples and frees nothing: other clients may still come for
     /// them. What drains goes with its last holder.
     ///
-    /// For consumers that are done with a sample that somebody else releases. Views must be gone,
-    /// as before a release. Nothing happens to samples that this client does not hold, or where the
-    /// transport knows no holds.
+    /// For consumers that are done with a sample that somebody else releases. A hold that views
+    /// need ends with the last of them, or stays if the sample is fetched again before. Nothing
+    /// happens to samples that this client does not hold, or where the transport knows no holds.
     async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
         let _ = samples; // no holds, nothing to end
         Ok(())

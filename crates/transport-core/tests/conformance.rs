@@ -114,6 +114,7 @@ mod one_object {
         "a_replaced_life_waits_for_all_holders",
         "a_sample_goes_with_its_last_holder",
         "a_stranger_cannot_take_memory_from_a_holder",
+        "a_view_outlives_its_consumer",
         "what_drains_goes_when_it_is_let_go",
         "an_older_publisher_is_read",
         "close_ends_the_consumer",

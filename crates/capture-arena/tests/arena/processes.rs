@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use capture_arena::{Arena, ArenaConfig, Backing, MappedBacking, RegionPool, SharedHandle};
+use capture_arena::{Arena, ArenaConfig, Backing, MappedBacking, SharedHandle};
 use rustix::fs::{MemfdFlags, SealFlags};
 use transport_core::{ArenaOffset, ErrorKind, MapMark, RegionKind, RegionSlice};
 
@@ -250,31 +250,4 @@ fn a_process_that_ends_with_a_live_arena_ends_as_it_meant_to() {
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert_eq!(waiting.wait().signal(), Some(15));
     assert!(MappedBacking::open(&waiting.handle, MapMark::random()).is_err());
-}
-
-#[test]
-fn frozen_memory_is_read_without_a_hold_and_written_by_nobody() {
-    let memory = Backing::freezable(4096).unwrap();
-    let pool = RegionPool::new(memory.clone()).unwrap();
-    let mut region = pool.take(4096).unwrap();
-    region.as_mut_bytes().unwrap().fill(7);
-    let handle = memory.shared_handle().unwrap().clone();
-
-    let error = memory.clone().freeze().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Busy, "while it can still be written");
-    drop((region, pool));
-    let frozen = memory.freeze().unwrap();
-    assert_eq!(frozen.frozen(ArenaOffset(8), 3).unwrap().as_bytes().unwrap(), [7; 3]);
-    assert!(frozen.frozen(ArenaOffset(4095), 2).is_none(), "past the end");
-
-    let other = MappedBacking::open(&handle, MapMark::random()).unwrap();
-    assert_eq!(other.frozen(ArenaOffset(0), 4096).unwrap().as_bytes().unwrap(), [7; 4096]);
-    let path = format!("/proc/self/fd/{}", handle.fd);
-    let mut file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
-    assert!(std::io::Write::write(&mut file, b"x").is_err());
-
-    let arena = Backing::shared(4096).unwrap();
-    let mapped = MappedBacking::open(arena.shared_handle().unwrap(), MapMark::random()).unwrap();
-    assert!(mapped.frozen(ArenaOffset(0), 1).is_none(), "an arena is written again and again");
-    assert_eq!(arena.freeze().unwrap_err().kind(), ErrorKind::Unsupported);
 }

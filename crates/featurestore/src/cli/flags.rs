@@ -74,14 +74,18 @@ impl Selection for OfServer {
     const REQUIRED: &[&str] = &["arena"];
 }
 
-/// Flags of the commands that need to know where Mooncake is, and nothing else.
+/// Flags of `rollout`.
 #[cfg(feature = "rollout")]
 #[derive(Clone, Debug)]
-pub(super) struct OfMooncake;
+pub(super) struct OfRollout;
 
 #[cfg(feature = "rollout")]
-impl Selection for OfMooncake {
+impl Selection for OfRollout {
     const NAMES: &[&str] = &[
+        "transport",
+        "pool",
+        "lease",
+        "deadline",
         "mooncake",
         "mooncake_admin",
         "mooncake_host",
@@ -93,6 +97,10 @@ impl Selection for OfMooncake {
         "mooncake_preload",
         "mooncake_lease",
     ];
+
+    fn check(name: &str, value: &str) -> Result<()> {
+        OfPipeline::check(name, value)
+    }
 }
 
 /// Settings that were given as flags.

@@ -15,7 +15,7 @@ use rollout_codec::{native, transport::RolloutConfig};
 use transport_core::{ByteSize, Dtype, Result};
 
 use super::{
-    flags::{Flags, OfMooncake},
+    flags::{Flags, OfRollout},
     layered, mooncake,
 };
 
@@ -60,14 +60,8 @@ struct TransportArgs {
     /// and MC_* variables after it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// How rollouts move: shm, tcp or store [default: shm].
-    #[arg(long)]
-    transport: Option<TransportChoice>,
     #[command(flatten)]
-    mooncake: Flags<OfMooncake>,
-    /// Receive or registered memory of this process [default: 2GiB].
-    #[arg(long)]
-    pool: Option<ByteSize>,
+    flags: Flags<OfRollout>,
     /// Largest data object [default: none over shm, else 1GiB].
     #[arg(long)]
     chunk: Option<ByteSize>,
@@ -84,14 +78,7 @@ struct TransportArgs {
 
 impl TransportArgs {
     fn options(&self, memory: Option<ByteSize>) -> Result<Options> {
-        let mut settings = layered(self.config.as_deref())?;
-        if let Some(choice) = self.transport {
-            settings.set("transport", choice.to_string())?;
-        }
-        if let Some(pool) = self.pool {
-            settings.set("pool", pool.to_string())?;
-        }
-        let settings = self.mooncake.over(settings)?;
+        let settings = self.flags.over(layered(self.config.as_deref())?)?;
         let (settings, segment) = environment::apply(settings, |name| std::env::var(name).ok())?;
         let mut rollouts = RolloutConfig::default();
         if let Some(bytes) = self.chunk.and_then(|size| std::num::NonZeroU64::new(size.get())) {
@@ -124,13 +111,11 @@ impl TransportArgs {
             }
         };
         add("--config", self.config.clone().map(Into::into));
-        add("--transport", self.transport.map(|choice| choice.to_string().into()));
-        add("--pool", self.pool.map(|size| size.to_string().into()));
         add("--chunk", self.chunk.map(|size| size.to_string().into()));
         add("--in-flight", Some(self.in_flight.to_string().into()));
         add("--threads", self.threads.map(|threads| threads.to_string().into()));
         add("--share", self.share.clone().map(Into::into));
-        flags.extend(self.mooncake.again().map(Into::into));
+        flags.extend(self.flags.again().map(Into::into));
         flags
     }
 }

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
+use capture_arena::{Backing, RegionPool, SealedBacking, SharedHandle};
 use rustix::fs::FlockOperation;
 use transport_core::{ArenaOffset, Error, ErrorKind, MapMark, RegionMut, RegionSlice, Result};
 use xxhash_rust::xxh3::xxh3_128;
@@ -27,6 +27,8 @@ const OPERATION: &str = "share rollout";
 const POLL: Duration = Duration::from_millis(2);
 /// How long a process that lets go waits for the lock before it leaves its line to others.
 const LEAVE: Duration = Duration::from_millis(100);
+/// How long a transport may take to let go of memory that it has filled.
+const SEAL: Duration = Duration::from_secs(5);
 /// Largest file of lines; each has less than 200 bytes.
 const MAX_BYTES: u64 = 1 << 20;
 
@@ -68,35 +70,38 @@ impl HostShare {
         let mut file = Locked::wait(&path, deadline).await?;
         let lines = file.lines()?;
         let found = lines.iter().find_map(|line| {
-            let mapped = MappedBacking::open(&line.handle(), MapMark::random()).ok()?;
-            mapped.frozen(ArenaOffset(0), bytes).map(|data| (mapped, data))
+            let sealed = SealedBacking::open(&line.handle()).ok()?;
+            (sealed.bytes_len() >= bytes).then_some(sealed)
         });
-        if let Some((mapped, data)) = found {
-            let own = Line::of(mapped.shared_handle());
+        if let Some(sealed) = found {
+            let data = sealed.slice(ArenaOffset(0), bytes).expect("just compared");
+            let own = Line::of(sealed.shared_handle());
             // Who is gone will not be back.
             let mut living: Vec<Line> = lines.into_iter().filter(Line::lives).collect();
             living.push(own.clone());
             file.write(&living)?;
-            return Ok((data, Shared { path, line: own, read_here: false, _memory: mapped }));
+            return Ok((data, Shared { path, line: own, read_here: false }));
         }
-        let backing = Backing::freezable(bytes)?;
+        let backing = Backing::sealable(bytes)?;
         let region = RegionPool::new(backing.clone())?.take(bytes as usize)?;
-        let frozen = read(region).await.and_then(|written| {
-            drop(written); // who sees frozen bytes sees what was written
-            backing.freeze()
-        });
-        match frozen {
-            Ok(memory) => {
-                let data = memory.frozen(ArenaOffset(0), bytes).expect("as large as was asked for");
-                let own = Line::of(memory.shared_handle());
-                file.write(std::slice::from_ref(&own))?;
-                Ok((data, Shared { path, line: own, read_here: true, _memory: memory }))
+        let sealed = match read(region).await {
+            Ok(data) => {
+                drop(data);
+                seal(backing).await
             }
+            Err(error) => Err(error),
+        };
+        let sealed = match sealed {
+            Ok(sealed) => sealed,
             Err(error) => {
                 file.remove(&path);
-                Err(error)
+                return Err(error);
             }
-        }
+        };
+        let own = Line::of(sealed.shared_handle());
+        file.write(std::slice::from_ref(&own))?;
+        let data = sealed.slice(ArenaOffset(0), bytes).expect("at least as long as asked for");
+        Ok((data, Shared { path, line: own, read_here: true }))
     }
 
     /// Removes the file of a rollout if no living process shares it.
@@ -118,13 +123,28 @@ impl HostShare {
     }
 }
 
+/// Seals what was read. A thread of the transport may still be about to drop its handle.
+async fn seal(mut backing: Backing) -> Result<SealedBacking> {
+    let end = Instant::now() + SEAL;
+    loop {
+        match SealedBacking::seal(backing)? {
+            Ok(sealed) => return Ok(sealed),
+            Err(_) if Instant::now() >= end => {
+                let why = "the transport does not let go of what it has read";
+                return Err(Error::new(ErrorKind::Busy, OPERATION, why));
+            }
+            Err(back) => backing = back,
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
 /// This process's part in sharing one rollout; its line goes when it is dropped.
 #[derive(Debug)]
 pub(super) struct Shared {
     path: PathBuf,
     line: Line,
     read_here: bool,
-    _memory: MappedBacking, // its descriptor is what the others open
 }
 
 impl Shared {
@@ -178,7 +198,7 @@ impl Line {
     }
 
     fn lives(&self) -> bool {
-        MappedBacking::open(&self.handle(), MapMark::random()).is_ok()
+        SealedBacking::open(&self.handle()).is_ok()
     }
 }
 

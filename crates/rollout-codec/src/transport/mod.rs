@@ -154,6 +154,12 @@ impl RolloutTransport {
         Ok(report)
     }
 
+    /// Waits, for at most 10 seconds, until everything that follows from dropped views has happened:
+    /// holds ended, cleanups that were put off.
+    pub async fn settle(&self) {
+        self.0.leases.settle().await;
+    }
+
     /// Waits until what was put off has happened, and closes the transport.
     pub async fn close(&self) -> Result<()> {
         self.0.leases.settle().await;

@@ -61,11 +61,11 @@ impl RolloutTransport {
             threads: self.0.config.threads,
             counters: self.0.counters.clone(),
         });
-        let mut placed = Placed { rollouts: self.clone(), samples: Vec::new() };
-        let outcome = self.put_all(name, &job, deadline, &mut placed).await;
+        let placed = Placed::new(self.clone());
+        let outcome = self.put_all(name, &job, deadline, &placed).await;
         match outcome {
             Ok(handle) => {
-                placed.samples.clear();
+                placed.end();
                 self.0.counters.put();
                 Ok(handle)
             }
@@ -81,7 +81,7 @@ impl RolloutTransport {
         name: &str,
         job: &Arc<Job>,
         deadline: Instant,
-        placed: &mut Placed,
+        placed: &Placed,
     ) -> Result<Handle> {
         let generation = Generation(job.plan.generation());
         let key = |name: String| {
@@ -100,23 +100,22 @@ impl RolloutTransport {
                 IndexMap::from([(feature(DATA)?, TensorMeta::new(Dtype::Uint8, [bytes])?)]);
             let publication = Publication::written(key, tensors, writer);
             let (transport, in_flight) = (self.0.transport.clone(), in_flight.clone());
+            let kept = placed.0.clone();
             calls.spawn(async move {
                 let _permit = in_flight.acquire_owned().await.map_err(|_| {
                     Error::new(ErrorKind::Closed, "put rollout", "another part failed")
                 })?;
                 let options = PublishOptions::default().deadline(left(deadline)?);
-                let mut described = transport.publish(vec![publication], options).await?;
-                Ok::<_, Error>((index, described.pop()))
+                let described = transport.publish(vec![publication], options).await?.pop();
+                described.iter().cloned().for_each(|descriptor| kept.add(descriptor));
+                Ok::<_, Error>((index, described))
             });
         }
         let mut parts: Vec<Option<Descriptor>> = vec![None; job.parts.len()];
         let mut failure = None;
         while let Some(done) = calls.join_next().await {
             match done.expect("publishing does not panic") {
-                Ok((index, Some(descriptor))) => {
-                    placed.samples.push(Arc::new(descriptor.clone()));
-                    parts[index] = Some(descriptor);
-                }
+                Ok((index, Some(descriptor))) => parts[index] = Some(descriptor),
                 Ok((_, None)) => {
                     let why = "the transport described nothing";
                     failure = failure.or(Some(Error::new(ErrorKind::Protocol, "put rollout", why)));
@@ -151,7 +150,7 @@ impl RolloutTransport {
         let root = described.pop().ok_or_else(|| {
             Error::new(ErrorKind::Protocol, "put rollout", "the transport described nothing")
         })?;
-        placed.samples.push(Arc::new(root.clone()));
+        placed.0.add(root.clone());
         let handle = Handle::new(root, about);
         handle.to_json()?; // a handle that cannot travel is no use
         Ok(handle)
@@ -201,24 +200,50 @@ impl Writer for PartWriter {
 }
 
 /// What was published so far; taken back unless the put succeeds.
-struct Placed {
+struct Placed(Arc<Kept>);
+
+struct Kept {
     rollouts: RolloutTransport,
-    samples: Vec<Arc<Descriptor>>,
+    /// None once the put has ended: what comes later is taken back at once.
+    samples: Mutex<Option<Vec<Arc<Descriptor>>>>,
 }
 
 impl Placed {
-    async fn take_back(&mut self) {
-        let samples = std::mem::take(&mut self.samples);
-        take_back(self.rollouts.0.transport.clone(), samples).await;
+    fn new(rollouts: RolloutTransport) -> Self {
+        Self(Arc::new(Kept { rollouts, samples: Mutex::new(Some(Vec::new())) }))
+    }
+
+    fn end(&self) -> Vec<Arc<Descriptor>> {
+        self.0.samples.lock().take().unwrap_or_default()
+    }
+
+    async fn take_back(&self) {
+        take_back(self.0.rollouts.0.transport.clone(), self.end()).await;
+    }
+}
+
+impl Kept {
+    /// Called by whoever published, before it gives the descriptor on: between the two nothing can
+    /// be dropped.
+    fn add(&self, descriptor: Descriptor) {
+        let descriptor = Arc::new(descriptor);
+        match &mut *self.samples.lock() {
+            Some(samples) => samples.push(descriptor),
+            None => self.spawn_take_back(vec![descriptor]),
+        }
+    }
+
+    fn spawn_take_back(&self, samples: Vec<Arc<Descriptor>>) {
+        let inner = &self.rollouts.0;
+        drop(inner.runtime.spawn(take_back(inner.transport.clone(), samples)));
     }
 }
 
 impl Drop for Placed {
     fn drop(&mut self) {
-        if !self.samples.is_empty() {
-            let transport = self.rollouts.0.transport.clone();
-            let samples = std::mem::take(&mut self.samples);
-            self.rollouts.0.runtime.spawn(take_back(transport, samples));
+        let samples = self.end();
+        if !samples.is_empty() {
+            self.0.spawn_take_back(samples);
         }
     }
 }

@@ -71,6 +71,9 @@ async fn readers_let_go_and_leave_it_to_others() {
             assert_eq!(sample.view().ragged("tokens").unwrap().len() as u64, handle.rows());
         }
     }
+    for reader in &readers {
+        reader.settle().await; // their holds have ended
+    }
     let held = readers[0].get(&handle).await.unwrap();
     // A stranger removes it: the holder keeps it, nobody else gets it any more.
     assert_eq!(readers[1].cleanup([&handle]).await.unwrap().removed, 1);

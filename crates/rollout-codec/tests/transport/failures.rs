@@ -36,9 +36,9 @@ async fn a_dropped_put_leaves_nothing() {
     let memory = memory(64 * MIB);
     let config = RolloutConfig::default().chunks(NonZeroU64::new(256 << 10).unwrap(), 1);
     let over = rollouts(memory.clone(), config);
-    for millis in [0, 1, 3, 6, 10] {
+    for round in 0..40 {
         let put = over.put(text(8 * MIB));
-        if let Ok(done) = tokio::time::timeout(Duration::from_millis(millis), put).await {
+        if let Ok(done) = tokio::time::timeout(Duration::from_micros(250 * round), put).await {
             over.cleanup([&done.unwrap()]).await.unwrap();
         }
         empty(&*memory).await;
