@@ -105,7 +105,7 @@ fn map_own() -> Result<()> {
     let handle = backing.shared_handle().ok_or_else(|| {
         Error::new(ErrorKind::Unsupported, "probe shm", "memory files cannot be shared here")
     })?;
-    MappedBacking::open(&handle, MapMark::random()).map(drop)
+    MappedBacking::open(handle, MapMark::random()).map(drop)
 }
 
 fn listen() -> Result<()> {
