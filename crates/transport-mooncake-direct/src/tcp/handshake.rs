@@ -51,7 +51,7 @@ fn refusal() -> String {
 }
 
 /// Asks the peer at `session` what it says about itself.
-pub(super) fn fetch_metadata(
+pub(crate) fn fetch_metadata(
     session: &SessionName,
     own: &SegmentDescriptor,
     deadline: Instant,
