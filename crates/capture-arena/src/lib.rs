@@ -25,7 +25,7 @@ pub use arena::{
     ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList,
     PlannedObject, PlannedSample, Ticket,
 };
-pub use backing::{Backing, MappedBacking, SharedHandle};
+pub use backing::{Backing, MappedBacking, SealedBacking, SharedHandle};
 pub use export::{ExportError, ExportTable, Pin, PinnedRange};
 pub use fit::FitSubAllocator;
 pub use limits::boot_id;

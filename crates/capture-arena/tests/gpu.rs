@@ -60,7 +60,7 @@ fn read(stream: &Stream, at: DevicePtr, len: usize) -> Vec<u8> {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn the_driver_says_what_it_is() {
     let api = driver().unwrap();
     let info = api.driver();
@@ -89,7 +89,7 @@ fn the_driver_says_what_it_is() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn a_probe_gives_everything_back() {
     let device = device();
     KindProbe::run(&device).unwrap(); // whatever the driver keeps for good, it has now
@@ -102,7 +102,7 @@ fn a_probe_gives_everything_back() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn every_kind_is_made_checked_and_freed() {
     let device = device();
     for kind in kinds(&device) {
@@ -125,7 +125,7 @@ fn every_kind_is_made_checked_and_freed() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn too_much_memory_is_refused_by_size_and_name() {
     let device = device();
     let free = device.memory().unwrap().free;
@@ -140,7 +140,7 @@ fn too_much_memory_is_refused_by_size_and_name() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn copies_fills_and_batches_are_exact() {
     let device = device();
     let stream = device.stream().unwrap();
@@ -188,7 +188,7 @@ fn copies_fills_and_batches_are_exact() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn registered_host_memory_is_copied_from() {
     let device = device();
     let stream = device.stream().unwrap();
@@ -208,7 +208,7 @@ fn registered_host_memory_is_copied_from() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn events_order_streams_and_tell_time() {
     let device = device();
     let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
@@ -251,7 +251,7 @@ const PTX: &str = "
 \0";
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn kernels_are_loaded_from_text_and_get_their_arguments() {
     let device = device();
     let stream = device.stream().unwrap();
@@ -277,7 +277,7 @@ fn kernels_are_loaded_from_text_and_get_their_arguments() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn another_process_reads_every_kind() {
     let device = device();
     let stream = device.stream().unwrap();
@@ -297,7 +297,7 @@ fn another_process_reads_every_kind() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn what_a_peer_may_only_read_it_cannot_write() {
     let device = device();
     let memory = block(&device, ArenaKind::PosixFd, 2 * MIB);
@@ -314,7 +314,7 @@ fn what_a_peer_may_only_read_it_cannot_write() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn a_handle_of_a_process_that_is_gone_opens_nothing() {
     let device = device();
     let mut peer = Peer::start("own plain", None);
@@ -330,7 +330,7 @@ fn a_handle_of_a_process_that_is_gone_opens_nothing() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn own_handles_are_refused() {
     let device = device();
     let memory = block(&device, ArenaKind::Plain, 2 * MIB);
@@ -340,7 +340,7 @@ fn own_handles_are_refused() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn a_peer_that_dies_while_it_has_memory_mapped_leaves_the_owner_alone() {
     let device = device();
     let stream = device.stream().unwrap();
@@ -365,7 +365,7 @@ fn a_peer_that_dies_while_it_has_memory_mapped_leaves_the_owner_alone() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn threads_need_not_be_told_about_devices() {
     let device = device();
     let memory = block(&device, ArenaKind::Plain, 64 * MIB);
@@ -387,7 +387,7 @@ fn threads_need_not_be_told_about_devices() {
 
 /// The role of a second process; run as a test of its own it has nothing to do.
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn second_process() {
     let Ok(role) = std::env::var(ROLE) else {
         println!("the entry of second processes, which other tests start");
@@ -522,7 +522,7 @@ fn sum(bytes: &[u8]) -> u64 {
 
 /// Pinned memory is plain memory to the CPU.
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn pinned_memory_starts_zeroed() {
     let pinned: Pinned = device().pinned(1 << 20).unwrap();
     assert!(pinned.as_slice().iter().all(|&byte| byte == 0));

@@ -25,10 +25,10 @@ use indexmap::IndexMap;
 use support::{MIB, eventually, key};
 use transport_core::{
     Descriptor, Dtype, ErrorKind, FeatureName, Publication, PublishOptions, Ready, RegionSlice,
-    RemoteAddr, SessionName, Tensor, TensorMeta,
+    RemoteAddr, SessionName, Tensor, TensorMeta, Transport,
 };
 use transport_mooncake_direct::{
-    CaptureSink, SinkConfig,
+    CaptureSink, DirectTransport, SinkConfig,
     device::{PROTOCOL_FABRIC, PROTOCOL_FD, PROTOCOL_IPC, open_block, receive_fd},
 };
 
@@ -150,7 +150,14 @@ async fn the_async_way_does_the_same() {
     let batch = vec![publisher.sample("a", &stream, 10)];
     let described = publisher.sink.publish(batch, options()).await.unwrap();
     publisher.check(&described[0], 10);
-    drop(stream);
+    // And behind the contract of all transports.
+    let transport = DirectTransport::builder().sink(publisher.sink.clone()).build().unwrap();
+    assert!(transport.info().capabilities.device_memory);
+    let batch = vec![publisher.sample("b", &stream, 20)];
+    let described = transport.publish(batch, options()).await.unwrap();
+    publisher.check(&described[0], 20);
+    assert_eq!(transport.health().await.unwrap().device_payload_bytes, 2 * (3 * MIB + 5000));
+    drop((transport, stream));
     publisher.ends_clean();
 }
 
@@ -196,6 +203,29 @@ fn a_cpu_tensor_needs_cuda_captures() {
     let health = publisher.sink.health_blocking().unwrap();
     assert_eq!((health.published_samples, health.host_payload_bytes), (0, 0));
     assert_eq!(health.arena_free_bytes, health.arena_bytes);
+}
+
+#[test]
+fn only_the_device_of_the_arena_is_touched() {
+    let cuda = ScriptedCuda::new(Machine { devices: 8, ..Machine::default() });
+    let device = Device::open(cuda.clone(), 5).unwrap();
+    let config = DeviceArenaConfig::new(16 * MIB, ArenaPeers::NvlinkIntra);
+    let arena = Arena::start(Backing::device(&device, &config).unwrap(), ArenaConfig::default());
+    let sink = CaptureSink::start(arena.unwrap(), SinkConfig::default()).unwrap();
+    let publisher = Publisher { captures: pool(&device), device, cuda: cuda.clone(), sink };
+    let stream = publisher.device.stream().unwrap();
+    let described =
+        publisher.sink.publish_blocking(vec![publisher.sample("a", &stream, 1)], options());
+    publisher.check(&described.unwrap()[0], 1);
+    publisher.sink.health_blocking().unwrap();
+    for other in (0..8).filter(|other| *other != 5) {
+        assert_eq!(cuda.used(other), 0);
+        let share = format!("context of {other}");
+        assert!(!cuda.leaks().iter().any(|held| held.ends_with(&share)), "{:?}", cuda.leaks());
+    }
+    assert!(cuda.leaks().iter().any(|held| held.ends_with("context of 5")));
+    drop(stream);
+    publisher.ends_clean();
 }
 
 #[test]
@@ -506,6 +536,14 @@ fn an_arena_that_nobody_can_open_is_refused_at_the_start() {
     let backing = Backing::device(&device, &config).unwrap();
     let arena = Arena::start(backing, ArenaConfig::default()).unwrap();
     let error = CaptureSink::start(arena, SinkConfig::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConfigInvalid);
+    // Nor what it cannot do.
+    let config = DeviceArenaConfig::new(2 * MIB, ArenaPeers::Native);
+    let backing = Backing::device(&device, &config).unwrap();
+    let arena = Arena::start(backing, ArenaConfig::default()).unwrap();
+    let mut port = SinkConfig::default();
+    port.transfer_bind = Some(([127, 0, 0, 1], 0).into());
+    let error = CaptureSink::start(arena, port).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConfigInvalid);
     // Nor one whose descriptors would name addresses that are not the memory's.
     let config = DeviceArenaConfig::new(2 * MIB, ArenaPeers::Native);

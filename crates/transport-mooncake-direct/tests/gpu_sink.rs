@@ -134,7 +134,7 @@ fn read(stream: &Stream, at: DevicePtr, len: u64) -> Vec<u8> {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn batches_are_copied_behind_the_kernels_that_fill_them() {
     let publisher = publisher(ArenaPeers::NvlinkIntra);
     let stream = publisher.stream();
@@ -157,7 +157,7 @@ fn batches_are_copied_behind_the_kernels_that_fill_them() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn what_is_written_in_place_is_published_without_a_copy() {
     let publisher = publisher(ArenaPeers::Native);
     let stream = publisher.stream();
@@ -184,7 +184,7 @@ fn what_is_written_in_place_is_published_without_a_copy() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn a_cpu_tensor_needs_cuda_captures() {
     let publisher = publisher(ArenaPeers::NvlinkIntra);
     let data = RegionSlice::copy_of(&[1; 64]);
@@ -196,7 +196,7 @@ fn a_cpu_tensor_needs_cuda_captures() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn another_process_opens_the_arena_from_its_handshake() {
     for peers in [ArenaPeers::Native, ArenaPeers::NvlinkIntra] {
         let publisher = publisher(peers);
@@ -224,7 +224,7 @@ fn another_process_opens_the_arena_from_its_handshake() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn a_process_with_a_live_arena_ends_as_it_wants_to() {
     for (role, code) in [("return", 0), ("exit", 7), ("panic", 101)] {
         let mut peer = Peer::start(&format!("end {role}"));
@@ -240,7 +240,7 @@ fn a_process_with_a_live_arena_ends_as_it_wants_to() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device, and python3 with torch and mooncake-transfer-engine-cuda13"]
+#[ignore = "needs a CUDA device and Mooncake for it: cargo xtask test --gpu"]
 fn mooncake_reads_a_rust_arena() {
     let publisher = publisher(ArenaPeers::NvlinkIntra);
     let stream = publisher.stream();
@@ -270,7 +270,7 @@ fn mooncake_reads_a_rust_arena() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device, and python3 with torch and mooncake-transfer-engine-cuda13"]
+#[ignore = "needs a CUDA device and Mooncake for it: cargo xtask test --gpu"]
 fn mooncake_memory_is_opened_by_rust() {
     let script = format!(
         "{PYTHON}\n\
@@ -344,7 +344,7 @@ fn metadata(session: &SessionName) -> SegmentDescriptor {
 
 /// The role of a second process; run as a test of its own it has nothing to do.
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn second_process() {
     let Ok(role) = std::env::var(ROLE) else {
         println!("the entry of second processes, which other tests start");

@@ -14,8 +14,8 @@ use crate::suballoc::UNIT;
 const COPY: &str = "copy to device";
 /// Pieces up to this size go beside the large ones: each costs more time than its bytes do.
 const SMALL: u64 = 256 << 10;
-/// Most host bytes of one call.
-const MAX_STAGED: u64 = 256 << 20;
+/// Most host bytes of one call: ids and masks of any batch that fits a device.
+const MAX_STAGED: u64 = 64 << 20;
 /// Least pinned memory of a lane.
 const MIN_STAGING: u64 = 64 << 10;
 /// How long copies that went wrong are waited for when the copier is dropped.

@@ -141,6 +141,11 @@ pub struct KindProbe {
     pub device: u32,
     /// Each kind, in the order of [`ArenaKind::ALL`].
     pub kinds: Vec<(ArenaKind, Tried)>,
+    /// Whether the driver says that fabric handles work, for comparison.
+    pub says_fabric: bool,
+    /// Whether this container sees a channel of the fabric's daemon (IMEX), without which fabric
+    /// handles are refused.
+    pub has_imex_channel: bool,
 }
 
 impl KindProbe {
@@ -163,7 +168,15 @@ impl KindProbe {
             }
             kinds.push((kind, tried));
         }
-        Ok(Self { device: device.ordinal(), kinds })
+        let asked = device
+            .with(|api| api.device_attribute(device.ordinal(), DeviceAttribute::FabricHandles));
+        let channels = std::fs::read_dir(IMEX_CHANNELS);
+        Ok(Self {
+            device: device.ordinal(),
+            kinds,
+            says_fabric: asked.is_ok_and(|says| says == 1),
+            has_imex_channel: channels.is_ok_and(|mut entries| entries.next().is_some()),
+        })
     }
 
     /// What came out for one kind.
@@ -214,15 +227,20 @@ impl KindProbe {
                 }
             }
         }
-        Err(Error::new(
+        let mut error = Error::new(
             ErrorKind::Unsupported,
             PROBE,
             "no kind of memory that is allowed works on this device",
         )
         .with("device", self.device)
         .with("peers", peers.name())
-        .with("tried", refusals.join("; "))
-        .remedy(match peers {
+        .with("tried", refusals.join("; "));
+        if allowed.contains(&ArenaKind::Fabric) {
+            error = error
+                .with("driver_says_fabric", self.says_fabric)
+                .with("imex_channel", self.has_imex_channel);
+        }
+        Err(error.remedy(match peers {
             ArenaPeers::Nvlink => {
                 "fabric memory needs an IMEX channel in this container; or use nvlink_intra \
                  between processes of one host"
@@ -233,6 +251,8 @@ impl KindProbe {
 }
 
 const PROBE: &str = "probe device memory";
+/// Where the driver puts the fabric's channels.
+const IMEX_CHANNELS: &str = "/dev/nvidia-caps-imex-channels";
 
 /// What an older driver returns for a type of handle that it does not know counts as a refusal.
 fn is_refusal(step: &str, error: &CudaError) -> bool {

@@ -54,6 +54,11 @@ macro_rules! symbols {
         $( const _: unsafe fn($($xty),*) -> sys::CUresult = sys::$extra; )*
 
         impl Symbols {
+            /// Names that no driver may lack.
+            #[cfg(test)]
+            pub(super) const REQUIRED: &[&str] =
+                &["cuGetErrorName", $( stringify!($name), )*];
+
             /// Looks everything up in a library that is never unloaded.
             fn of(library: &'static Library, path: &str) -> Result<Self, LoadError> {
                 let mut missing = Vec::new();

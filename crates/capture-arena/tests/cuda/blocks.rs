@@ -81,6 +81,8 @@ fn nvlink_never_becomes_memory_that_a_peer_cannot_map() {
     let text = error.to_string();
     assert!(text.contains("fabric: create returned cuMemCreate: CUDA_ERROR_NOT_PERMITTED (800)"));
     assert!(text.contains("IMEX"), "{text}");
+    assert_eq!(error.context("driver_says_fabric"), Some("true"), "which is not believed");
+    assert!(error.context("imex_channel").is_some());
     // Nor by configuration.
     for (peers, kind) in [
         (ArenaPeers::Nvlink, ArenaKind::PosixFd),

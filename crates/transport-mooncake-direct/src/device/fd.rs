@@ -25,6 +25,7 @@ use rustix::{
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
         SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt::socket_peercred,
     },
+    process::Uid,
 };
 use transport_core::{Epoch, Error, ErrorKind, Result};
 
@@ -224,13 +225,16 @@ fn receive(name: &str, deadline: Instant) -> Result<(OwnedFd, Grant)> {
 /// Refuses an end that is not of this process's user.
 fn check_user(stream: &UnixStream, operation: &'static str) -> Result<()> {
     let peer = socket_peercred(stream).map_err(|e| Error::io(operation, e.into()))?;
-    let own = rustix::process::geteuid();
-    if peer.uid == own {
+    same_user(peer.uid, rustix::process::geteuid(), operation)
+}
+
+fn same_user(peer: Uid, own: Uid, operation: &'static str) -> Result<()> {
+    if peer == own {
         return Ok(());
     }
     Err(Error::new(ErrorKind::PermissionDenied, operation, "the other process is another user's")
         .with("expected_uid", own.as_raw())
-        .with("found_uid", peer.uid.as_raw())
+        .with("found_uid", peer.as_raw())
         .remedy("run both processes as the same user"))
 }
 
@@ -268,6 +272,17 @@ mod tests {
         assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, 4096);
         let flags = rustix::io::fcntl_getfd(&fd).unwrap();
         assert!(flags.contains(rustix::io::FdFlags::CLOEXEC), "programs do not inherit it");
+    }
+
+    #[test]
+    fn another_user_gets_nothing_and_is_trusted_with_nothing() {
+        let (own, other) = (Uid::from_raw(1000), Uid::from_raw(1001));
+        same_user(own, own, SERVE).unwrap();
+        for (peer, own) in [(other, own), (own, other), (Uid::ROOT, own), (own, Uid::ROOT)] {
+            let refused = same_user(peer, own, SERVE).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
+            assert_eq!(refused.context("found_uid"), Some(&*peer.as_raw().to_string()));
+        }
     }
 
     #[test]

@@ -4,7 +4,9 @@
 use std::time::{Duration, Instant};
 
 use capture_arena::{Arena, SamplePlan};
-use transport_core::{Error, ErrorKind, Publication, Ready, Result};
+#[cfg(feature = "cuda")]
+use transport_core::RegionKind;
+use transport_core::{Error, ErrorKind, Publication, Ready, RegionMut, Result};
 
 use super::SinkReservation;
 
@@ -54,15 +56,22 @@ impl Filler {
     pub(super) fn check(&self, batch: &[Publication]) -> Result<()> {
         for publication in batch {
             for (name, tensor) in &publication.tensors {
-                let is_host = tensor.data.kind().is_host();
                 let (why, remedy) = match self {
-                    Self::Cpu if is_host => continue,
+                    Self::Cpu if publication.unreachable() != Some(name) => continue,
                     Self::Cpu => (
                         "this sink cannot read device memory",
                         "copy the tensor to host memory first",
                     ),
                     #[cfg(feature = "cuda")]
-                    Self::Device(_) if !is_host || device::may_come_from_host(&tensor.meta) => {
+                    Self::Device(_) if tensor.data.kind() == RegionKind::Unwritten => (
+                        "a writer in host memory cannot fill an arena in device memory",
+                        "reserve the sample, write it on the device, and publish it after that",
+                    ),
+                    #[cfg(feature = "cuda")]
+                    Self::Device(_)
+                        if !tensor.data.kind().is_host()
+                            || device::may_come_from_host(&tensor.meta) =>
+                    {
                         continue;
                     }
                     #[cfg(feature = "cuda")]
@@ -124,10 +133,16 @@ fn fill_by_cpu(
         if let Ready::After(event) = &publication.ready {
             event.wait(left(deadline)).map_err(|e| e.with("sample", &publication.sample))?;
         }
-        for (j, tensor) in publication.tensors.values().enumerate() {
-            let source = tensor.data.as_bytes().expect("checked to be host memory");
-            reservation.bytes_mut(i, j).copy_from_slice(source);
-            host += source.len() as u64;
+        let tensors = 0..publication.tensors.len();
+        let mut regions: Vec<_> = tensors.map(|j| reservation.take(i, j)).collect();
+        let bytes = |region| RegionMut::as_mut_bytes(region).expect("an arena is host memory");
+        let mut destinations: Vec<_> = regions.iter_mut().map(bytes).collect();
+        publication
+            .write_into(&mut destinations)
+            .map_err(|e| e.with("sample", &publication.sample))?;
+        for (j, region) in regions.into_iter().enumerate() {
+            host += region.len() as u64;
+            reservation.put_back(i, j, region)?;
         }
     }
     Ok(Moved { host, device: 0 })

@@ -39,12 +39,13 @@ impl SinkReservation {
     /// The bytes of one tensor; they hold whatever was there before.
     ///
     /// # Panics
-    /// If there is no such tensor, or its region is taken.
+    /// If there is no such tensor, its region is taken, or the arena is in device memory.
     pub fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
         self.reservation.bytes_mut(sample, object)
     }
 
-    /// Hands the region of one tensor to a writer; see [`Reservation::take`].
+    /// Hands the region of one tensor to a writer; see [`Reservation::take`]. In device memory its
+    /// address is what a kernel or a framework's tensor is made to write.
     ///
     /// # Panics
     /// If there is no such tensor, or its region is taken already.

@@ -108,6 +108,14 @@ impl DataServer {
         let counters = Arc::new(Counters::default());
         #[cfg(feature = "cuda")]
         if let Some(shared) = crate::device::Shared::of(arena, &session)? {
+            if config.data_bind.is_some() || config.writable.is_some() {
+                return Err(transport_core::Error::new(
+                    transport_core::ErrorKind::ConfigInvalid,
+                    "start data server",
+                    "an arena in device memory has no data port",
+                )
+                .remedy("set neither the port that bytes are served at nor memory to write"));
+            }
             let handshake =
                 Self::answers(session_listener, shared.descriptor, config, counters.clone())?;
             return Ok(Self { session, handshake, data: None, fds: shared.fds, counters });
