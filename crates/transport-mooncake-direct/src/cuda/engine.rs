@@ -12,10 +12,10 @@ use std::{
 use capture_arena::cuda::{CopyOp, Device, DevicePtr};
 use parking_lot::Mutex;
 use transport_core::{
-    Epoch, Error, ErrorKind, RegionKind, RegionMut, RemoteAddr, Result, SessionName,
+    Epoch, Error, ErrorKind, RegionKind, RemoteAddr, Result, SessionName,
 };
 
-use super::{CopyLane, CopyPolicy, GatherKernel, peers::Peers};
+use super::{CopyLane, CopyPolicy, GatherKernel, peers::{Peer, Peers}};
 use crate::{ReadOp, ReadOptions, device::OpenedBlock, tcp::ReadError};
 
 /// Lanes that are kept for the next reads.
@@ -78,12 +78,11 @@ pub struct CudaStats {
     pub quarantined_bytes: u64,
 }
 
-/// Copies of one call, checked, with everything that must live until they are done.
-#[derive(Default)]
-pub(crate) struct Batch {
+/// Copies of one call, with everything that must live until they are done.
+struct Batch {
     copies: Vec<CopyOp>,
-    regions: Vec<RegionMut>,
-    blocks: Vec<Arc<OpenedBlock>>,
+    ops: Vec<ReadOp>,
+    _blocks: Vec<Arc<OpenedBlock>>, // kept for their Drop
 }
 
 /// What the device may still use.
@@ -131,35 +130,34 @@ impl CudaEngine {
         session: &SessionName,
         ops: Vec<ReadOp>,
         options: &ReadOptions,
-    ) -> Result<Vec<RegionMut>> {
-        let mut batch = Batch::with_capacity(ops.len());
-        self.add(&mut batch, session, ops, options.epoch, options.deadline).map_err(
-            |ReadError { op, error }| match op {
-                Some(op) => error.with("operation", op),
-                None => error,
-            },
-        )?;
-        self.run(batch, options.deadline)
+    ) -> Result<Vec<ReadOp>> {
+        self.read_ops(session, ops, options).map_err(|ReadError { op, error }| match op {
+            Some(op) => error.with("operation", op),
+            None => error,
+        })
     }
 
-    /// Checks operations, opens what they read, and adds them to a batch.
-    pub(crate) fn add(
+    pub(crate) fn read_ops(
         &self,
-        batch: &mut Batch,
         session: &SessionName,
-        ops: impl IntoIterator<Item = ReadOp>,
-        epoch: Option<Epoch>,
-        deadline: Instant,
-    ) -> Result<(), ReadError> {
-        let peers = &self.0.peers;
-        let peer = peers.get(session, epoch, self.0.options.trust, deadline)?;
+        ops: Vec<ReadOp>,
+        options: &ReadOptions,
+    ) -> Result<Vec<ReadOp>, ReadError> {
+        let (epoch, deadline) = (options.epoch, options.deadline);
+        let peer = self.0.peers.get(session, epoch, self.0.options.trust, deadline)?;
+        let batch = self.plan(&peer, ops, deadline)?;
+        Ok(self.run(batch, deadline)?)
+    }
+
+    /// Checks operations and opens what they read.
+    fn plan(&self, peer: &Peer, ops: Vec<ReadOp>, deadline: Instant) -> Result<Batch, ReadError> {
         let own = self.device().region_kind();
+        let (mut copies, mut blocks) = (Vec::with_capacity(ops.len()), Vec::new());
         // Most pieces lie where the one before does.
         let mut current: Option<(RemoteAddr, u64, DevicePtr)> = None;
-        for (i, ReadOp { address, dst, .. }) in ops.into_iter().enumerate() {
-            let len = dst.len() as u64;
+        for (i, ReadOp { address, dst, .. }) in ops.iter().enumerate() {
+            let (address, len) = (*address, dst.len() as u64);
             if len == 0 {
-                batch.regions.push(dst);
                 continue;
             }
             let at = |error| ReadError { op: Some(i), error };
@@ -176,23 +174,21 @@ impl CudaEngine {
                     let block = peer.block(self.device(), address, len, deadline).map_err(at)?;
                     let src = block.locate(address, len).map_err(at)?;
                     current = Some((block.base(), block.bytes(), block.memory().address()));
-                    if !batch.blocks.iter().any(|known| Arc::ptr_eq(known, &block)) {
-                        batch.blocks.push(block);
+                    if !blocks.iter().any(|known| Arc::ptr_eq(known, &block)) {
+                        blocks.push(block);
                     }
                     src
                 }
             };
-            batch.copies.push(CopyOp { dst: DevicePtr(dst.address() as u64), src, len });
-            batch.regions.push(dst);
+            copies.push(CopyOp { dst: DevicePtr(dst.address() as u64), src, len });
         }
-        Ok(())
+        Ok(Batch { copies, ops, _blocks: blocks })
     }
 
-    /// Copies everything, and gives the destinations back in the order that they were added in.
-    pub(crate) fn run(&self, batch: Batch, deadline: Instant) -> Result<Vec<RegionMut>> {
+    fn run(&self, batch: Batch, deadline: Instant) -> Result<Vec<ReadOp>> {
         self.reap();
         if batch.copies.is_empty() {
-            return Ok(batch.regions);
+            return Ok(batch.ops);
         }
         let lane = self.0.lanes.lock().pop();
         let mut lane = match lane {
@@ -208,7 +204,7 @@ impl CudaEngine {
                 self.give_back(lane);
                 self.0.reads.fetch_add(batch.copies.len() as u64, Ordering::Relaxed);
                 self.0.bytes.fetch_add(batch.bytes(), Ordering::Relaxed);
-                Ok(batch.regions)
+                Ok(batch.ops)
             }
             (started, Err(error)) if error.kind() == ErrorKind::Timeout => {
                 self.0.stuck.lock().push(Unfinished { lane, batch });
@@ -217,10 +213,14 @@ impl CudaEngine {
             // Nothing runs any more. The lane's streams may be in an error; it is not used again.
             (started, finished) => {
                 drop(lane);
-                drop(batch);
                 Err(started.and(finished).expect_err("one of them failed"))
             }
         }
+    }
+
+    /// Whether the peer's life is known, so that a read of it opens nothing new.
+    pub(crate) fn knows(&self, session: &SessionName, epoch: Option<Epoch>) -> bool {
+        self.0.peers.knows(session, epoch)
     }
 
     /// Closes what is open of peers that `keep` does not want, by session and life. Reads that run
@@ -277,11 +277,6 @@ impl CudaEngine {
 }
 
 impl Batch {
-    pub(crate) fn with_capacity(pieces: usize) -> Self {
-        let (copies, regions) = (Vec::with_capacity(pieces), Vec::with_capacity(pieces));
-        Self { copies, regions, blocks: Vec::new() }
-    }
-
     fn bytes(&self) -> u64 {
         self.copies.iter().map(|copy| copy.len).sum()
     }

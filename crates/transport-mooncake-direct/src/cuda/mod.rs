@@ -12,7 +12,6 @@ mod sequence;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use engine::Batch;
 pub use engine::{CudaEngine, CudaOptions, CudaStats};
 pub use kernel::GatherKernel;
 pub use lane::{CopyLane, CopyPolicy, Wait};

@@ -113,6 +113,11 @@ impl Peers {
         }
     }
 
+    /// Whether that life is known.
+    pub(super) fn knows(&self, session: &SessionName, epoch: Option<Epoch>) -> bool {
+        self.known.read().contains_key(&Place { session: session.clone(), epoch })
+    }
+
     /// Closes what `keep` does not want; reads that run keep theirs until they end.
     pub(super) fn retain(&self, mut keep: impl FnMut(&Place) -> bool) {
         self.known.write().retain(|place, _| keep(place));
