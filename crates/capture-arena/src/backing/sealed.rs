@@ -38,12 +38,12 @@ impl SealedBacking {
             Ok(block) => block,
             Err(shared) => return Ok(Err(Backing(shared))),
         };
-        let Block { map, shared, .. } = block;
+        let Block { memory, shared, .. } = block;
         let Some((fd, handle)) = shared else {
             return Err(Error::new(ErrorKind::InvalidInput, OPERATION, "private memory"));
         };
-        let len = map.len;
-        drop(map); // the kernel seals only what nobody can write
+        let len = usize::try_from(memory.len()).expect("was mapped");
+        drop(memory); // the kernel seals only what nobody can write
         rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE | SealFlags::SEAL).map_err(|e| {
             Error::io(OPERATION, e.into()).remedy("make the memory with Backing::sealable")
         })?;
