@@ -11,11 +11,12 @@ use std::{
 
 use capture_arena::cuda::{CopyOp, Device, DevicePtr};
 use parking_lot::Mutex;
-use transport_core::{
-    Epoch, Error, ErrorKind, RegionKind, RemoteAddr, Result, SessionName,
-};
+use transport_core::{Epoch, Error, ErrorKind, RegionKind, RemoteAddr, Result, SessionName};
 
-use super::{CopyLane, CopyPolicy, GatherKernel, peers::{Peer, Peers}};
+use super::{
+    CopyLane, CopyPolicy, GatherKernel,
+    peers::{Peer, Peers},
+};
 use crate::{ReadOp, ReadOptions, device::OpenedBlock, tcp::ReadError};
 
 /// Lanes that are kept for the next reads.
@@ -216,6 +217,23 @@ impl CudaEngine {
                 Err(started.and(finished).expect_err("one of them failed"))
             }
         }
+    }
+
+    /// Where `len` bytes at `address` of the peer at `session` are in this process; opens the block
+    /// if need be. The address is good for as long as the peer is not forgotten.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn locate(
+        &self,
+        session: &SessionName,
+        address: RemoteAddr,
+        len: u64,
+        options: &ReadOptions,
+    ) -> Result<DevicePtr> {
+        let (trust, deadline) = (self.0.options.trust, options.deadline);
+        let peer = self.0.peers.get(session, options.epoch, trust, deadline)?;
+        peer.block(self.device(), address, len, deadline)?.locate(address, len)
     }
 
     /// Whether the peer's life is known, so that a read of it opens nothing new.

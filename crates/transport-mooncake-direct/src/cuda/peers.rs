@@ -100,15 +100,13 @@ impl Peers {
     ) -> Result<SegmentDescriptor> {
         let told = fetch_metadata(session, &self.own, deadline)?;
         match (epoch, told.featurestore_epoch) {
-            (Some(expected), Some(found)) if expected != found => Err(Error::new(
-                ErrorKind::Stale,
-                "read",
-                "another life of the peer answers",
-            )
-            .with("peer", session)
-            .with("expected", expected)
-            .with("found", found)
-            .remedy("its memory is gone: capture the sample again")),
+            (Some(expected), Some(found)) if expected != found => {
+                Err(Error::new(ErrorKind::Stale, "read", "another life of the peer answers")
+                    .with("peer", session)
+                    .with("expected", expected)
+                    .with("found", found)
+                    .remedy("its memory is gone: capture the sample again"))
+            }
             _ => Ok(told),
         }
     }

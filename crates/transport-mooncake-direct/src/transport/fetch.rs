@@ -67,9 +67,7 @@ impl Inner {
         let views = matches!(engine, EngineState::Shm);
         let mut samples = requests
             .into_iter()
-            .map(|request| {
-                Wanted::check(request, views, engine.device_kind(), self.pool.as_ref())
-            })
+            .map(|request| Wanted::check(request, views, engine.device_kind(), self.pool.as_ref()))
             .collect::<Result<Vec<_>>>()?;
         let mut groups = self.group(&samples)?;
         let result = self

@@ -22,8 +22,8 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use transport_core::{
     ClientId, Descriptor, Error, ErrorKind, FetchOptions, FetchRequest, Fetched, Health,
-    Publication, PublishOptions, RegionKind, Release, ReleaseReport, Result, SessionName, Transport,
-    TransportInfo,
+    Publication, PublishOptions, RegionKind, Release, ReleaseReport, Result, SessionName,
+    Transport, TransportInfo,
 };
 
 pub use builder::{DirectTransportBuilder, Engine};
