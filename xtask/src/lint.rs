@@ -20,6 +20,10 @@ use crate::{
 /// Longest single command: a build of all dependencies from nothing, on two slow cores.
 const LIMIT: Duration = Duration::from_secs(15 * 60);
 
+/// Packages with code for devices, and the feature that has all of it.
+const CUDA: &[(&str, &str)] =
+    &[("capture-arena", "scripted-cuda"), ("transport-mooncake-direct", "cuda")];
+
 /// What a check found: problems, each with the offender and what to do; or why it was not run.
 type Check = Result<Vec<String>, Skipped>;
 
@@ -90,6 +94,19 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
                 command(workspace, clippy.args(["--", "-D", "warnings"]))
             });
         }
+    }
+    for (name, feature) in CUDA {
+        report.check(&format!("clippy {name} {feature}"), || {
+            let mut clippy = workspace.cargo();
+            clippy.args(["clippy", "--no-deps", "--package", name, "--features", feature]);
+            command(workspace, clippy.args(["--all-targets", "--", "-D", "warnings"]))
+        });
+        report.check(&format!("docs {name} {feature}"), || {
+            let mut doc = workspace.cargo();
+            doc.env("RUSTDOCFLAGS", "-D warnings");
+            doc.args(["doc", "--no-deps", "--package", name, "--features", feature]);
+            command(workspace, &mut doc)
+        });
     }
     for name in names(true) {
         report.check(&format!("docs {name}"), || {

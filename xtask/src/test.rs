@@ -35,6 +35,15 @@ const MIRI: &[(&str, &[&str])] = &[
     ("capture-arena", &["export::", "pin::", "pool::", "reservation::"]),
 ];
 
+/// Tests of device memory: package, feature that has them, and the target that simulates a device.
+const SIMULATED: &[(&str, &str, &str)] =
+    &[("capture-arena", "scripted-cuda", "cuda"), ("transport-mooncake-direct", "cuda", "device")];
+/// The same on a real one: package and target.
+const ON_DEVICE: &[(&str, &str)] =
+    &[("capture-arena", "gpu"), ("transport-mooncake-direct", "gpu_sink")];
+/// What the tests against a Mooncake process on the device need, besides the device.
+const MOONCAKE_ON_DEVICE: &str = "import torch; from mooncake.engine import TransferEngine";
+
 /// Tools that ignored tests may ask for, `needs TOOL; ...`, and how to see whether they are here.
 /// Their tests are run where they are: a toolchain alone does not promise them.
 const TOOLS: &[(&str, &str)] = &[("python3", "--version")];
@@ -53,6 +62,7 @@ pub(crate) fn run(workspace: &Workspace, quick: bool, only_mooncake: bool) -> Re
         session.workspace_tests(quick);
         session.tests_with_tools(quick);
         session.tests_with_mooncake(quick);
+        session.simulated_devices();
     } else {
         session.skip("all tests", "the command line that they start does not build");
     }
@@ -63,6 +73,36 @@ pub(crate) fn run(workspace: &Workspace, quick: bool, only_mooncake: bool) -> Re
     } else {
         session.loom();
         session.miri();
+    }
+    session.close()
+}
+
+/// Runs the tests that need a CUDA device, one after another.
+pub(crate) fn run_on_device(workspace: &Workspace) -> Result<()> {
+    let mut session = Session::new(workspace, Instant::now())?;
+    let mut python = workspace.command("python3");
+    let has_mooncake = process::output(python.args(["-c", MOONCAKE_ON_DEVICE])).is_ok();
+    for (member, target) in ON_DEVICE {
+        let step = format!("{member} on the device");
+        session.heading(&step);
+        let mut command = workspace.cargo();
+        command.args(["test", "--package", member, "--features", "cuda", "--test", target]);
+        command.args(["--", "--ignored", "--test-threads=1", "--show-output"]);
+        if !has_mooncake {
+            command.args(["--skip", "mooncake_"]);
+        }
+        let mut tally = session.read(&step, &mut command, TEST_LIMIT);
+        tally.skipped.clear(); // all that is here is ignored elsewhere
+        if tally.passed == 0 && tally.failed.is_empty() {
+            tally.failed.push(format!("{step}: no test was run"));
+        }
+        session.tally.add(tally);
+    }
+    if !has_mooncake {
+        session.skip(
+            "tests against Mooncake on the device",
+            "no python3 with torch and the wheel mooncake-transfer-engine-cuda13",
+        );
     }
     session.close()
 }
@@ -138,6 +178,23 @@ impl<'a> Session<'a> {
             self.tally.skipped.retain(|skipped| !waiting.contains(skipped));
             self.tally.add(tally);
         }
+    }
+
+    /// Tests of device memory need no device, but features that a default build does without.
+    fn simulated_devices(&mut self) {
+        for (member, feature, target) in SIMULATED {
+            let step = format!("{member} on simulated devices");
+            self.heading(&step);
+            let mut command = self.workspace.cargo();
+            command.args(["test", "--package", member, "--features", feature]);
+            command.args(["--lib", "--test", target]);
+            let mut tally = self.read(&step, &mut command, TEST_LIMIT);
+            if tally.passed == 0 && tally.failed.is_empty() {
+                tally.failed.push(format!("{step}: no test was run"));
+            }
+            self.tally.add(tally);
+        }
+        self.skip("tests on a CUDA device", "they are run by cargo xtask test --gpu");
     }
 
     fn loom(&mut self) {

@@ -5,8 +5,8 @@ use std::{
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
+        Arc, LazyLock,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -32,6 +32,8 @@ use crate::{
 const BURST: usize = 4096;
 /// Bytes that a request takes besides its keys: itself, and its boxed reply.
 const REQUEST_BYTES: usize = size_of::<Command>() + 128;
+/// How long a thread that talks to the owner, or the owner itself, looks before it sleeps.
+const SPIN: Duration = Duration::from_micros(20);
 /// Longest wait for room that a reservation may ask for.
 const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
@@ -422,21 +424,47 @@ pub(crate) fn closed(operation: &'static str) -> Error {
 
 /// Runs a future on this thread, which sleeps while there is nothing to do.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(thread::Thread);
+    struct Unpark {
+        thread: thread::Thread,
+        woken: AtomicBool,
+    }
     impl std::task::Wake for Unpark {
         fn wake(self: Arc<Self>) {
-            self.0.unpark();
+            self.woken.store(true, Ordering::Release);
+            self.thread.unpark();
         }
     }
-    let waker = Arc::new(Unpark(thread::current())).into();
+    let unpark = Arc::new(Unpark { thread: thread::current(), woken: AtomicBool::new(false) });
+    let waker = unpark.clone().into();
     let mut context = std::task::Context::from_waker(&waker);
     let mut future = std::pin::pin!(future);
     loop {
         if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut context) {
             return output;
         }
-        thread::park();
+        if spin(|| unpark.woken.load(Ordering::Acquire).then_some(())).is_none() {
+            thread::park();
+        }
+        unpark.woken.store(false, Ordering::Relaxed);
     }
+}
+
+/// Looks for something that most likely comes at once, before a thread is put to sleep: waking it
+/// can take longer than a whole request does. Not where the other side may need this processor.
+fn spin<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
+    static HAS_ROOM: LazyLock<bool> =
+        LazyLock::new(|| thread::available_parallelism().is_ok_and(|n| n.get() >= 4));
+    if !*HAS_ROOM {
+        return None;
+    }
+    let started = Instant::now();
+    while started.elapsed() < SPIN {
+        if let Some(found) = look() {
+            return Some(found);
+        }
+        std::hint::spin_loop();
+    }
+    None
 }
 
 struct Owner {
@@ -452,9 +480,10 @@ impl Owner {
     fn run(mut self) {
         let mut open = true;
         while open {
-            let first = match self.books.next_deadline() {
-                Some(at) => self.inbox.recv_deadline(at),
-                None => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            let first = match (spin(|| self.inbox.try_recv().ok()), self.books.next_deadline()) {
+                (Some(command), _) => Ok(command),
+                (None, Some(at)) => self.inbox.recv_deadline(at),
+                (None, None) => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             open &= !matches!(first, Err(RecvTimeoutError::Disconnected));
             // What has arrived counts before anybody is refused, but for a flood.

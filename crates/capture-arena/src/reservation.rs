@@ -119,10 +119,11 @@ impl Reservation {
     /// The bytes of one tensor. They hold whatever was there before.
     ///
     /// # Panics
-    /// If there is no such tensor, or its region is taken.
+    /// If there is no such tensor, its region is taken, or the arena is in device memory, which is
+    /// written at the address of [`Self::take`]'s region.
     pub fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
         let region = self.regions[sample][object].as_mut().expect("the region is not taken");
-        region.as_mut_bytes().expect("the backings of an arena are host memory")
+        region.as_mut_bytes().expect("an arena in host memory")
     }
 
     /// Hands the region of one tensor to a writer, on whatever thread. It has to come back through

@@ -3,6 +3,8 @@
 mod doctor;
 mod flags;
 mod mooncake;
+#[cfg(feature = "rollout")]
+mod rollout;
 
 use std::{
     io::{IsTerminal, Write},
@@ -39,6 +41,7 @@ Examples:
   featurestore pipeline --paper --json           the published benchmark's load
   featurestore pipeline --input DIR              real captures (*.safetensors)
   featurestore capture-server --arena 2GiB       one capture server
+  featurestore rollout bench                     puts and gets across processes, by shm
   featurestore doctor                            what works here, and why
   featurestore config show --config FILE         settings in force, with their sources
 
@@ -53,6 +56,10 @@ enum Command {
     CaptureServer(Box<ServerArgs>),
     /// Says what this machine can do and whether the configured transport can be used.
     Doctor(Box<doctor::DoctorArgs>),
+    /// Puts, gets, inspects and measures rollouts; reads and writes Mooncake's objects.
+    #[cfg(feature = "rollout")]
+    #[command(subcommand)]
+    Rollout(Box<rollout::RolloutCommand>),
     /// Shows settings.
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -176,6 +183,8 @@ pub(crate) fn run() -> ExitCode {
         Command::Pipeline(args) => pipeline(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::CaptureServer(args) => capture_server(&args),
+        #[cfg(feature = "rollout")]
+        Command::Rollout(command) => rollout::run(*command),
         Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
         Command::Trainer { config } => trainer(config.as_deref()),
     };

@@ -11,6 +11,7 @@
 //! |---|---|---|
 //! | `cli` | yes | the binary, and the modules that it is made of: `server`, `pipeline`, `input`, … |
 //! | `direct` | yes | reading a capture server's memory, by the engines `shm` and `tcp` |
+//! | `rollout` | yes | rollouts: ragged columns over the other transports |
 //! | `store` | no | Mooncake Store; one of the next two loads it at run time |
 //! | `mooncake` | no | Mooncake from a C library |
 //! | `mooncake-python` | no | Mooncake from its pip wheel, through an embedded interpreter |
@@ -28,11 +29,15 @@ pub mod mooncake;
 pub mod pipeline;
 #[cfg(feature = "cli")]
 mod process;
+#[cfg(feature = "rollout")]
+pub mod rollout;
 #[cfg(feature = "cli")]
 pub mod server;
 #[cfg(feature = "cli")]
 pub mod source;
 mod store;
+#[cfg(any(feature = "cli", feature = "rollout"))]
+mod stored;
 #[cfg(feature = "cli")]
 pub mod workload;
 

@@ -160,8 +160,6 @@ pub(crate) fn join(config: &MooncakeConfig, segment: u64) -> Result<(Arc<dyn Sto
 /// - `MC_FORCE_TCP`: without it the protocol that is asked for does not choose the transport;
 /// - `MC_TCP_BIND_ADDRESS`: the address that peers are told, where the host is one. Mooncake's ports
 ///   are open on every address all the same: no setting of 0.3.13 changes that;
-/// - `MC_TCP_SLICE_SIZE`: pieces in which an object travels; Mooncake's 64 KiB cost a third of the
-///   throughput of objects of some hundred KiB;
 /// - `MC_LOG_LEVEL`: its log on standard error is for failures.
 pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
     let tcp = config.protocol == "tcp";
@@ -169,7 +167,6 @@ pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
     [
         ("MC_FORCE_TCP", tcp.then(|| "1".to_owned())),
         ("MC_TCP_BIND_ADDRESS", address.map(|address| address.to_string())),
-        ("MC_TCP_SLICE_SIZE", tcp.then(|| TCP_SLICE.to_string())),
         ("MC_LOG_LEVEL", Some("ERROR".to_owned())),
     ]
     .into_iter()
@@ -177,6 +174,3 @@ pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
     .filter_map(|(name, value)| Some((name, value?)))
     .collect()
 }
-
-/// Bytes of a piece on Mooncake's tcp wire.
-const TCP_SLICE: u32 = 256 << 10;

@@ -39,5 +39,5 @@ pub use session::{SessionName, check_host};
 pub use transport::{
     Capabilities, DEFAULT_DEADLINE, Destination, FetchOptions, FetchRequest, Fetched, Health,
     Publication, PublishOptions, Ready, ReadyEvent, Release, ReleaseReport, Tensor, Transport,
-    TransportInfo,
+    TransportInfo, Writer,
 };

@@ -1,8 +1,13 @@
 //! The direct transport: samples are read out of the memory of the process that captured them.
-#![deny(unsafe_code)] // but for the shm engine's views and the mooncake engine's reads
+#![deny(unsafe_code)] // but for the shm engine's views, and the engines for devices and of Mooncake
 
 mod claims;
 mod control;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)]
+pub mod cuda;
+#[cfg(feature = "cuda")]
+pub mod device;
 mod mooncake;
 mod net;
 mod shm;

@@ -8,7 +8,7 @@ use std::{sync::Arc, time::Duration};
 use capture_arena::{Backing, RegionPool};
 use support::*;
 use transport_core::{
-    ClientId, Descriptor, Destination, ErrorKind, FetchOptions, FetchRequest, Location,
+    ClientId, Descriptor, Destination, ErrorKind, FetchOptions, FetchRequest, Location, SessionName,
 };
 use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine};
 
@@ -131,6 +131,29 @@ fn two_consumers_of_one_name_cannot_release_each_others_views() {
     drop((viewed, third));
     eventually("the first one's sample goes", || resident(&sink) == 1);
     view(&named("twin"), &other).unwrap();
+}
+
+#[test]
+fn a_server_is_known_under_one_name() {
+    for engine in [Engine::Shm, Engine::Tcp] {
+        let (sink, consumer) = (sink(MIB), consumer(engine));
+        let sample = publish(&sink, "x", 1, &[1000]);
+        let mut renamed = Descriptor::clone(&sample);
+        let Location::Arena(arena) = &mut renamed.location else { panic!("not in an arena") };
+        arena.control = SessionName::new("localhost", arena.control.port()).unwrap();
+        let found = arena.control.to_string();
+        let renamed = Arc::new(renamed);
+        fetch_and_check(&consumer, &sample, 1).unwrap();
+        let errors = [
+            fetch_and_check(&consumer, &renamed, 1).unwrap_err(),
+            consumer.release_blocking(vec![renamed.clone().into()]).unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+            assert_eq!(error.context("found"), Some(&*found));
+        }
+        assert_eq!(resident(&sink), 1);
+    }
 }
 
 #[test]

@@ -42,6 +42,7 @@ mod io;
 mod layout;
 mod ledger;
 mod memory;
+mod objects;
 mod publish;
 mod release;
 mod segments;

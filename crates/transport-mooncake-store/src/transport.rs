@@ -105,18 +105,8 @@ impl StoreTransport {
     ) -> Result<Vec<RegionMut>> {
         let named = tensors.iter().map(|(name, meta)| (name, meta));
         let plan = Plan::new(self.shared.config.layout, sample, named)?;
-        let mut regions: Vec<Option<RegionMut>> = Vec::new();
-        regions.resize_with(tensors.len(), || None);
-        for object in &plan.objects {
-            let mut rest = self.take(object.bytes as usize)?;
-            for &i in &object.tensors {
-                let len = tensors[i].1.nbytes() as usize;
-                let (own, tail) = rest.split_at(len).expect("an object holds its tensors");
-                regions[i] = Some(own);
-                rest = tail;
-            }
-        }
-        regions.into_iter().map(|r| r.map_or_else(|| RegionMut::zeroed(0), Ok)).collect()
+        let lengths: Vec<_> = tensors.iter().map(|(_, meta)| meta.nbytes()).collect();
+        plan.regions(&lengths, |len| self.take(len))
     }
 
     /// Registers memory of the caller until its last handle is gone, so that it is neither copied
@@ -139,6 +129,7 @@ impl StoreTransport {
             registrations: memory.registrations(),
             pool_bytes: memory.pool_bytes(),
             copied_bytes: ledger.copied_bytes.load(Ordering::Relaxed),
+            in_calls: Duration::from_nanos(ledger.in_calls_ns.load(Ordering::Relaxed)),
             read_retries: ledger.read_retries.load(Ordering::Relaxed),
             silent_segments: segments.count(),
             refused_fetches: segments.refused.load(Ordering::Relaxed),
@@ -162,7 +153,11 @@ impl StoreTransport {
         .await
     }
 
-    fn open(&self, operation: &'static str) -> Result<()> {
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    pub(crate) fn open(&self, operation: &'static str) -> Result<()> {
         if self.shared.closed.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Closed, operation, "the transport was closed"));
         }

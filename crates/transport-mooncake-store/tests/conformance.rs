@@ -76,6 +76,7 @@ mod one_object_for_each_tensor {
             "a_sample_goes_with_its_last_holder",
             "a_stale_release_leaves_the_newer_life_alone",
             "a_stranger_cannot_take_memory_from_a_holder",
+            "what_drains_goes_when_it_is_let_go",
             "an_older_descriptor_cannot_be_fetched",
             "an_older_publisher_is_read",
             "an_unknown_key_is_refused",

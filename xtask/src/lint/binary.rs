@@ -27,7 +27,7 @@ const COMMAND_LINE: &[&str] = &[
 ];
 
 /// Features of featurestore that libraries may ask for, each checked by itself.
-pub(super) const LIBRARY_FEATURES: &[&str] = &["", "direct"];
+pub(super) const LIBRARY_FEATURES: &[&str] = &["", "direct", "store"];
 
 /// Libraries that every Linux machine has, by the start of their file names.
 const ALLOWED: &[&str] = &[
@@ -137,6 +137,7 @@ mod tests {
 
     #[test]
     fn library_pulls_in_nothing_of_the_command_line() {
+        let _alone = crate::process::tests::alone();
         let workspace = Workspace::load().unwrap();
         for with in LIBRARY_FEATURES {
             assert_eq!(library_packages(&workspace, with), Vec::<String>::new(), "{with:?}");

@@ -23,6 +23,9 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("benches/benches/arena.rs", "counts what the books allocate"),
     ("crates/capture-arena/src/backing", "maps memory"),
     ("crates/capture-arena/src/backing.rs", "maps memory"),
+    ("crates/capture-arena/src/cuda", "calls the CUDA driver"),
+    ("crates/capture-arena/tests/cuda", "queues copies of device memory"),
+    ("crates/capture-arena/tests/gpu.rs", "queues copies of device memory"),
     ("crates/capture-arena/src/pin.rs", "loom's cells, in the models of the pins"),
     ("crates/capture-arena/tests/arena/processes.rs", "views what its publisher never frees"),
     ("crates/mooncake-sys", "calls C libraries, in its tests too"),
@@ -30,8 +33,11 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/rollout-codec/tests/memory.rs", "counts what decoding allocates"),
     ("crates/transport-core/src/memory", "hands out views of memory"),
     ("crates/transport-core/src/memory.rs", "hands out views of memory"),
+    ("crates/transport-mooncake-direct/benches", "copies between addresses"),
     ("crates/transport-mooncake-direct/tests", "calls a transfer engine, and is called as one"),
     ("crates/transport-mooncake-direct/src", "the engines map and fill memory of others"),
+    ("crates/transport-mooncake-direct/tests/device.rs", "queues work of a producer"),
+    ("crates/transport-mooncake-direct/tests/gpu_sink.rs", "queues work of a producer"),
     ("crates/transport-mooncake-store/src", "registers memory with a C library"),
 ];
 

@@ -1,6 +1,10 @@
 //! Batches: reserved whole or not at all, waiting in order, then published or given up.
 
-use std::{collections::HashSet, sync::Arc, time::Instant};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Instant,
+};
 
 use transport_core::{ArenaOffset, ClientId, Error, ErrorKind, Result, Sequence};
 
@@ -187,10 +191,11 @@ impl CaptureArena {
             }
         }
         self.index.insert(exports, self.last_seq);
-        for (sample, client) in holders {
-            let client = self.clients.known(&client, now);
+        if !holders.is_empty() {
+            let known = |(sample, client)| (sample, self.clients.known(&client, now));
+            let holders: HashMap<u32, u32> = holders.into_iter().map(known).collect();
             for &id in &objects {
-                if self.objects[id as usize].sample == sample {
+                if let Some(&client) = holders.get(&self.objects[id as usize].sample) {
                     self.add_hold(id, client);
                 }
             }

@@ -11,7 +11,7 @@ use transport_core::{ByteSize, Result};
 
 /// Which settings a command takes as flags.
 pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
-    /// Their names.
+    /// Their names; those of Mooncake's settings come after them.
     const NAMES: &[&str];
     /// Defaults of this command alone, below those of the environment and of the file.
     const DEFAULTS: &[(&str, &str)] = &[];
@@ -30,22 +30,7 @@ pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
 pub(super) struct OfPipeline;
 
 impl Selection for OfPipeline {
-    const NAMES: &[&str] = &[
-        "arena",
-        "transport",
-        "strict",
-        "pool",
-        "mooncake",
-        "mooncake_admin",
-        "mooncake_host",
-        "mooncake_metadata",
-        "mooncake_protocol",
-        "mooncake_devices",
-        "mooncake_venv",
-        "mooncake_library",
-        "mooncake_preload",
-        "mooncake_lease",
-    ];
+    const NAMES: &[&str] = &["arena", "transport", "strict", "pool"];
     const DEFAULTS: &[(&str, &str)] = &[("arena", "2GiB")];
 
     fn check(name: &str, value: &str) -> Result<()> {
@@ -63,21 +48,7 @@ impl Selection for OfPipeline {
 pub(super) struct OfDoctor;
 
 impl Selection for OfDoctor {
-    const NAMES: &[&str] = &[
-        "transport",
-        "strict",
-        "lease",
-        "mooncake",
-        "mooncake_admin",
-        "mooncake_host",
-        "mooncake_metadata",
-        "mooncake_protocol",
-        "mooncake_devices",
-        "mooncake_venv",
-        "mooncake_library",
-        "mooncake_preload",
-        "mooncake_lease",
-    ];
+    const NAMES: &[&str] = &["transport", "strict", "lease"];
 }
 
 /// Flags of `capture-server`; what is wrong with them is reported all at once, by the server.
@@ -99,6 +70,22 @@ impl Selection for OfServer {
         "fill_threads",
         "deadline",
         "lease",
+    ];
+    const REQUIRED: &[&str] = &["arena"];
+}
+
+/// Flags of `rollout`.
+#[cfg(feature = "rollout")]
+#[derive(Clone, Debug)]
+pub(super) struct OfRollout;
+
+#[cfg(feature = "rollout")]
+impl Selection for OfRollout {
+    const NAMES: &[&str] = &[
+        "transport",
+        "pool",
+        "lease",
+        "deadline",
         "mooncake",
         "mooncake_admin",
         "mooncake_host",
@@ -110,7 +97,10 @@ impl Selection for OfServer {
         "mooncake_preload",
         "mooncake_lease",
     ];
-    const REQUIRED: &[&str] = &["arena"];
+
+    fn check(name: &str, value: &str) -> Result<()> {
+        OfPipeline::check(name, value)
+    }
 }
 
 /// Settings that were given as flags.
@@ -129,8 +119,15 @@ impl<S: Selection> Flags<S> {
         S::DEFAULTS.iter().try_fold(settings, |all, (name, value)| all.or_default(name, *value))
     }
 
+    /// The flags again, for a process that this one starts.
+    #[cfg(feature = "rollout")]
+    pub(super) fn again(&self) -> impl Iterator<Item = String> {
+        self.given.iter().map(|(name, value)| format!("--{}={value}", name.replace('_', "-")))
+    }
+
     fn keys() -> impl Iterator<Item = &'static Key> {
-        S::NAMES.iter().map(|name| find(name))
+        let mooncake = KEYS.iter().filter(|key| key.name.starts_with("mooncake"));
+        S::NAMES.iter().map(|name| find(name)).chain(mooncake)
     }
 }
 
@@ -198,7 +195,8 @@ mod tests {
     #[test]
     fn every_setting_is_a_flag_somewhere_or_said_to_be_none() {
         for key in KEYS {
-            let is_flag = [OfPipeline::NAMES, OfServer::NAMES].concat().contains(&key.name);
+            let mut flags = Flags::<OfPipeline>::keys().chain(Flags::<OfServer>::keys());
+            let is_flag = flags.any(|flag| flag.name == key.name);
             assert!(is_flag != (key.name == "token"), "{}", key.name);
         }
         for name in OfPipeline::NAMES.iter().chain(OfServer::NAMES).chain(OfDoctor::NAMES) {

@@ -7,4 +7,5 @@ mod config;
 mod doctor;
 mod faults;
 mod pipeline;
+mod rollout;
 mod server;

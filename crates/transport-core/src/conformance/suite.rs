@@ -332,6 +332,13 @@ suite! { ($)
     publishing::published_bytes_are_a_copy_of_their_own:
         "sources may go as soon as publish returns", ROOMY;
 
+    publishing::a_writer_writes_where_it_is_read:
+        "a writer brings every byte once, beside samples with data", ROOMY;
+    publishing::a_writer_that_fails_undoes_the_batch:
+        "an error of a writer ends the publish and leaves nothing", ROOMY;
+
+    releasing::letting_go_frees_nothing:
+        "a sample that its reader let go is still there to fetch and to release", ROOMY;
     releasing::release_is_idempotent:
         "the second release of a sample reports it as already gone", ROOMY,
         needs Need::StalenessChecked;
@@ -392,6 +399,9 @@ suite! { ($)
     peers::a_stranger_cannot_take_memory_from_a_holder:
         "a release by another client never takes what a client holds", TWO_CONSUMERS,
         needs Need::Hook(Hook::SecondConsumer);
+    peers::what_drains_goes_when_it_is_let_go:
+        "a sample that somebody else released goes when its reader lets go", TWO_CONSUMERS,
+        needs Need::Hook(Hook::SecondConsumer), Need::StalenessChecked;
     peers::a_replaced_life_waits_for_all_holders:
         "a replaced life goes with the last of its holders", TWO_CONSUMERS,
         needs Need::Hook(Hook::SecondConsumer), Need::StalenessChecked;

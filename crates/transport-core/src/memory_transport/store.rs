@@ -316,6 +316,31 @@ impl Store {
         report
     }
 
+    /// Takes back the client's holds on samples; what drains goes with the last.
+    pub(super) fn let_go(&self, client: &ClientId, samples: &[Arc<Descriptor>]) {
+        let mut state = self.state.lock();
+        let mut gone = Vec::new(); // dropped after the lock
+        for descriptor in samples {
+            let Some((name, feature)) = descriptor.features.first() else { continue };
+            let current = state.current.get(&descriptor.sample.object(name)).copied();
+            let meant = match feature.seq {
+                _ if descriptor.epoch().is_some_and(|e| e != self.epoch) => None,
+                Some(seq) => state.by_sequence.get(&seq).copied(),
+                None => current,
+            };
+            let Some(id) = meant else { continue };
+            let entry = state.lives.get_mut(&id).expect("indexed lives exist");
+            let Some(hold) = entry.holds.get_mut(client) else { continue };
+            hold.confirmed = false;
+            if hold.pending == 0 {
+                entry.holds.remove(client);
+            }
+            gone.extend(state.remove_if_unheld(id));
+        }
+        drop(state);
+        drop(gone);
+    }
+
     /// Takes back every hold of a client that left; what nobody else held and nobody may read any
     /// more goes.
     pub(super) fn forget(&self, client: &ClientId) {

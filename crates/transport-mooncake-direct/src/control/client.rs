@@ -11,7 +11,7 @@ use std::{
 
 use control_proto::{
     Secret,
-    control::{Limits, ServerHello},
+    control::{Limits, Objects, ServerHello},
 };
 use crossbeam_channel::bounded;
 use parking_lot::Mutex;
@@ -230,6 +230,22 @@ impl ControlClient {
         let deadline = Instant::now() + self.shared.options.lease;
         let question = Question::Unhold { epoch, objects };
         self.send([Item::Ask(Ask { question, deadline, reply: None })]);
+    }
+
+    /// Gives the claims on all objects of a sample back; nobody waits for it.
+    pub(crate) fn unhold_sample(&self, epoch: Epoch, sample: &Descriptor) {
+        let objects: Vec<_> = sample
+            .features
+            .iter()
+            .map(|(name, feature)| ClaimObject {
+                key: sample.sample.object(name).shared(),
+                seq: feature.seq,
+                range: None,
+            })
+            .collect();
+        for part in objects.chunks(Objects::PER_LINE) {
+            self.unhold_later(epoch, part.to_vec());
+        }
     }
 
     /// Hands the frees of samples of life `epoch` over, and returns at once.

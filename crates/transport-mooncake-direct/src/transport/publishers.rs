@@ -19,6 +19,7 @@ const MAX_LIVES: usize = 4;
 pub(super) struct Publishers {
     options: ControlOptions,
     mark: MapMark,
+    names: Arc<Names>,
     known: RwLock<HashMap<SessionName, Arc<Publisher>>>,
 }
 
@@ -27,6 +28,7 @@ pub(super) struct Publishers {
 pub(super) struct Publisher {
     client: ControlClient,
     mark: MapMark,
+    names: Arc<Names>,
     lives: Mutex<Vec<Arc<Life>>>, // the newest last
 }
 
@@ -38,10 +40,37 @@ pub(super) struct Life {
     shared: Mutex<Option<Arc<SharedArena>>>,
 }
 
+/// Under which one name each life was reached.
+///
+/// Frees and claims of one life keep their order on one connection only, so a server is spoken to
+/// under one name: through another, a sample could be freed while it is being claimed.
+#[derive(Debug, Default)]
+struct Names(Mutex<HashMap<Epoch, SessionName>>);
+
+impl Names {
+    fn learn(&self, epoch: Epoch, name: &SessionName) -> Result<()> {
+        self.0.lock().entry(epoch).or_insert_with(|| name.clone());
+        self.check(epoch, name)
+    }
+
+    fn check(&self, epoch: Epoch, name: &SessionName) -> Result<()> {
+        match self.0.lock().get(&epoch) {
+            Some(known) if known != name => {
+                let why = "the server is known under another name";
+                Err(Error::new(ErrorKind::InvalidInput, "reach publisher", why)
+                    .with("expected", known)
+                    .with("found", name)
+                    .remedy("use descriptors as the server gave them"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Publishers {
     /// `mark` is the one under which memory of theirs is mapped.
     pub(super) fn new(options: ControlOptions, mark: MapMark) -> Self {
-        Self { options, mark, known: RwLock::default() }
+        Self { options, mark, names: Arc::default(), known: RwLock::default() }
     }
 
     pub(super) fn client_id(&self) -> &ClientId {
@@ -58,9 +87,19 @@ impl Publishers {
             return Ok(publisher.clone());
         }
         let client = ControlClient::start(control.clone(), self.options.clone())?;
-        let publisher = Arc::new(Publisher { client, mark: self.mark, lives: Mutex::default() });
+        let (mark, names) = (self.mark, self.names.clone());
+        let publisher = Arc::new(Publisher { client, mark, names, lives: Mutex::default() });
         known.insert(control.clone(), publisher.clone());
         Ok(publisher)
+    }
+
+    /// Whether that life of a publisher is connected, as far as is known.
+    #[cfg(feature = "cuda")]
+    pub(super) fn answers(&self, session: &SessionName, epoch: Epoch) -> bool {
+        self.known.read().values().any(|publisher| {
+            let standing = publisher.client.standing();
+            standing.is_some_and(|s| s.hello.epoch == epoch && s.hello.session == *session)
+        })
     }
 
     pub(super) fn add_to(&self, health: &mut Health) {
@@ -93,7 +132,13 @@ impl Publisher {
     /// The life that is meant, with our standing there; connects if need be.
     pub(super) fn life(&self, epoch: Epoch, deadline: Instant) -> Result<(Arc<Life>, Standing)> {
         let standing = self.client.connect_to(epoch, deadline)?;
+        self.names.learn(epoch, self.client.server())?;
         Ok((self.present(&standing), standing))
+    }
+
+    /// Refuses a life that is known under another name.
+    pub(super) fn check_name(&self, epoch: Epoch) -> Result<()> {
+        self.names.check(epoch, self.client.server())
     }
 
     /// The life that `standing` is about. All others are over: they are forgotten here.

@@ -55,6 +55,9 @@ impl Inner {
                 None => {
                     let control = arena.control.clone();
                     let publisher = self.publishers.get(&control)?;
+                    if let Some(epoch) = arena.epoch {
+                        publisher.check_name(epoch)?;
+                    }
                     last = groups.len();
                     groups.push((publisher, control, vec![descriptor]));
                 }
@@ -81,6 +84,26 @@ impl Inner {
             }
         }
         Ok(pending)
+    }
+}
+
+impl Inner {
+    /// Gives the holds of this client back, sample by sample, each after its last view; frees nothing.
+    pub(super) fn let_go(&self, samples: &[Arc<Descriptor>]) -> Result<()> {
+        for descriptor in samples {
+            let arena = arena_of(descriptor)?;
+            // Publishers that tell no epoch know no holds.
+            let Some(epoch) = arena.epoch else { continue };
+            let publisher = self.publishers.get(&arena.control)?;
+            let life = publisher.life_called(epoch);
+            // Under the lock until it is sent, so that a claim made meanwhile comes after it.
+            let mut claims = life.claims.lock();
+            claims.release(seqs(descriptor));
+            if !self.uses.defer_let_go(&publisher, epoch, descriptor) {
+                publisher.client().unhold_sample(epoch, descriptor);
+            }
+        }
+        Ok(())
     }
 }
 

@@ -1,15 +1,16 @@
 //! What this process looks at without a copy, and the releases that wait for it.
 //!
 //! Before an object of a mapped arena is read, a use of it is registered; it lasts until the copy
-//! is made, or as long as the last view. A release of an object in use is kept back until then, so
-//! that the publisher holds the bytes still for as long as anybody can see them.
+//! is made, or as long as the last view. A release of an object in use, or the end of a hold on it,
+//! is kept back until then, so that the publisher holds the bytes still for as long as anybody can
+//! see them.
 
 use std::{
     collections::HashMap,
     fmt,
     sync::{
         Arc, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -44,18 +45,28 @@ pub(crate) struct InUse {
     mapping: MappedBacking,
 }
 
-/// A release that waits; sent when the last object of its sample is out of use.
+/// What waits; sent when the last object of its sample is out of use.
 struct Deferred {
+    ending: Ending,
+    cancelled: AtomicBool,
     publisher: Weak<Publisher>,
     epoch: Epoch,
     descriptor: Arc<Descriptor>,
-    count: Arc<AtomicU64>,
+}
+
+/// What a client says that is done with a sample.
+enum Ending {
+    /// It is no longer needed by anybody. Counted as long as it waits.
+    Release(Arc<AtomicU64>),
+    /// This client no longer needs it.
+    LetGo,
 }
 
 impl Uses {
     /// Registers a use of every object of a sample.
     ///
-    /// Fails with [`ErrorKind::NotFound`] if the sample was released and only waits for its views.
+    /// A hold that was to end with the last view stays then: its new user ends it. Fails with
+    /// [`ErrorKind::NotFound`] if the sample was released and only waits for its views.
     pub(super) fn begin(
         self: &Arc<Self>,
         epoch: Epoch,
@@ -63,15 +74,17 @@ impl Uses {
         mapping: &MappedBacking,
     ) -> Result<Arc<InUse>> {
         let mut objects = self.objects.lock();
-        let waits = |seq| objects.get(&(epoch, seq)).is_some_and(|one| one.waiting.is_some());
-        if seqs(descriptor).any(waits) {
+        let released = |seq| objects.get(&(epoch, seq)).is_some_and(Use::is_released);
+        if seqs(descriptor).any(released) {
             let why = "the sample was released, and only its views keep it";
             return Err(Error::new(ErrorKind::NotFound, "fetch", why)
                 .with("key", descriptor.sample.clone())
                 .remedy("keep a view for as long as the sample is needed, or capture it again"));
         }
         for seq in seqs(descriptor) {
-            objects.entry((epoch, seq)).or_default().count += 1;
+            let one = objects.entry((epoch, seq)).or_default();
+            one.count += 1;
+            one.cancel();
         }
         drop(objects);
         let (uses, descriptor, mapping) = (self.clone(), descriptor.clone(), mapping.clone());
@@ -103,21 +116,42 @@ impl Uses {
                 now.push(descriptor);
                 continue;
             }
-            let waits = |seq: &Sequence| objects[&(epoch, *seq)].waiting.is_some();
-            if in_use.iter().any(waits) {
+            if in_use.iter().any(|seq| objects[&(epoch, *seq)].is_released()) {
                 report.already_gone += 1;
                 continue;
             }
             report.deferred += 1;
             self.deferred.fetch_add(1, Ordering::Relaxed);
-            let (publisher, count) = (Arc::downgrade(publisher), self.deferred.clone());
-            let deferred = Arc::new(Deferred { publisher, epoch, descriptor, count });
+            let ending = Ending::Release(self.deferred.clone());
+            let deferred = Deferred::new(ending, publisher, epoch, descriptor);
             for seq in in_use {
-                let one = objects.get_mut(&(epoch, seq)).expect("just looked up");
-                one.waiting = Some(deferred.clone());
+                objects.get_mut(&(epoch, seq)).expect("just looked up").wait(&deferred);
             }
         }
         now
+    }
+
+    /// Keeps the end of the hold on a sample back if it is in use; otherwise false.
+    pub(super) fn defer_let_go(
+        &self,
+        publisher: &Arc<Publisher>,
+        epoch: Epoch,
+        descriptor: &Arc<Descriptor>,
+    ) -> bool {
+        let mut objects = self.objects.lock();
+        let used = |seq: &Sequence| objects.contains_key(&(epoch, *seq));
+        let in_use: Vec<Sequence> = seqs(descriptor).filter(used).collect();
+        if in_use.iter().any(|seq| objects[&(epoch, *seq)].is_released()) {
+            return true; // which ends the hold too
+        }
+        let deferred = Deferred::new(Ending::LetGo, publisher, epoch, descriptor.clone());
+        for seq in &in_use {
+            objects.get_mut(&(epoch, *seq)).expect("just looked up").wait(&deferred);
+        }
+        if in_use.is_empty() {
+            deferred.cancelled.store(true, Ordering::Relaxed);
+        }
+        !in_use.is_empty()
     }
 
     /// Releases that wait, in samples.
@@ -139,6 +173,24 @@ impl Uses {
     }
 }
 
+impl Use {
+    fn is_released(&self) -> bool {
+        self.waiting.as_ref().is_some_and(|one| matches!(one.ending, Ending::Release(_)))
+    }
+
+    fn wait(&mut self, deferred: &Arc<Deferred>) {
+        self.cancel();
+        self.waiting = Some(deferred.clone());
+    }
+
+    /// What waits is not to be sent.
+    fn cancel(&mut self) {
+        if let Some(deferred) = self.waiting.take() {
+            deferred.cancelled.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
 impl InUse {
     pub(crate) fn mapping(&self) -> &MappedBacking {
         &self.mapping
@@ -151,12 +203,33 @@ impl Drop for InUse {
     }
 }
 
+impl Deferred {
+    fn new(
+        ending: Ending,
+        publisher: &Arc<Publisher>,
+        epoch: Epoch,
+        descriptor: Arc<Descriptor>,
+    ) -> Arc<Self> {
+        let publisher = Arc::downgrade(publisher);
+        Arc::new(Self { ending, cancelled: AtomicBool::new(false), publisher, epoch, descriptor })
+    }
+}
+
 impl Drop for Deferred {
     fn drop(&mut self) {
-        self.count.fetch_sub(1, Ordering::Relaxed);
+        if let Ending::Release(count) = &self.ending {
+            count.fetch_sub(1, Ordering::Relaxed);
+        }
+        if self.cancelled.load(Ordering::Relaxed) {
+            return;
+        }
         // Once the transport is closed, its publishers look at the mapping, which ends next.
-        if let Some(publisher) = self.publisher.upgrade() {
-            publisher.client().free_deferred(self.descriptor.clone(), self.epoch);
+        let Some(publisher) = self.publisher.upgrade() else { return };
+        match self.ending {
+            Ending::Release(_) => {
+                publisher.client().free_deferred(self.descriptor.clone(), self.epoch);
+            }
+            Ending::LetGo => publisher.client().unhold_sample(self.epoch, &self.descriptor),
         }
     }
 }
