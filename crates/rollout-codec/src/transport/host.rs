@@ -17,7 +17,7 @@ use std::{
 
 use capture_arena::{Backing, RegionPool, SealedBacking, SharedHandle};
 use rustix::fs::FlockOperation;
-use transport_core::{ArenaOffset, Error, ErrorKind, MapMark, RegionMut, RegionSlice, Result};
+use transport_core::{ArenaOffset, Error, ErrorKind, RegionMut, RegionSlice, Result};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::Handle;
