@@ -324,6 +324,11 @@ fn a_failure_at_any_step_gives_everything_back_and_the_next_read_works() {
         assert_eq!(fetched.is_err(), times > 0, "{call}");
         drop(fetched);
         reader.cuda.heal();
+        if call == "work" {
+            // Such a fault takes the context with it: nothing runs on the device any more.
+            assert_eq!(reader.pool.stats().live_regions, 0, "{call}");
+            continue;
+        }
         assert_eq!(reader.pool.stats().live_regions, 0, "{call}");
         let fetched =
             transport.fetch_blocking(into_pool(&sample), &FetchOptions::default()).unwrap();
