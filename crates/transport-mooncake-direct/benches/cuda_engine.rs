@@ -25,8 +25,8 @@ use capture_arena::{
 use indexmap::IndexMap;
 use transport_core::{
     ArenaLocation, ClientId, Descriptor, Destination, Dtype, Epoch, FeatureDescriptor, FeatureName,
-    FetchOptions, FetchRequest, Fetched, Generation, Location, RegionSlice, RemoteAddr, Result,
-    SampleId, SampleKey, Sequence, SessionName, StoreId, TensorMeta,
+    FetchOptions, FetchRequest, Fetched, Generation, Location, Ready, RegionSlice, RemoteAddr,
+    Result, SampleId, SampleKey, Sequence, SessionName, StoreId, TensorMeta,
 };
 use transport_mooncake_direct::{
     CaptureSink, DirectTransport, Engine, ReadOp, ReadOptions, SinkConfig,
@@ -109,7 +109,7 @@ fn publish(device: &Device, role: &str) -> Result<()> {
         };
         let plans = (0..*samples).map(plan).collect();
         let reservation = sink.reserve_blocking(plans, ReserveOptions::default())?;
-        for descriptor in reservation.publish_blocking()? {
+        for descriptor in reservation.publish_after_blocking(Ready::Now, BOUND)? {
             let features = descriptor.features.values();
             let places: Vec<_> = features
                 .map(|f| format!("{} {}", f.address.expect("bytes").0, f.seq.expect("ours").0))

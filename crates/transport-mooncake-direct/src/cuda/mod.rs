@@ -5,6 +5,8 @@
 //! copy engine, many small ones by one launch of the [`GatherKernel`].
 
 mod engine;
+#[cfg(test)]
+mod engine_tests;
 mod kernel;
 mod lane;
 mod peers;
