@@ -55,7 +55,7 @@ struct Inner {
     options: CudaOptions,
     kernel: GatherKernel,
     peers: Peers,
-    lanes: Mutex<Vec<CopyLane>>,
+    lanes: Mutex<Vec<Idle>>,
     stuck: Mutex<Vec<Unfinished>>,
     reads: AtomicU64,
     bytes: AtomicU64,
@@ -79,9 +79,17 @@ pub struct CudaStats {
     pub quarantined_bytes: u64,
 }
 
+/// A lane without work, and room for what it is told: fresh memory would cost a large batch more
+/// than looking at its pieces does.
+struct Idle {
+    lane: CopyLane,
+    room: Vec<CopyOp>,
+}
+
 /// Copies of one call, with everything that must live until they are done.
 struct Batch {
     copies: Vec<CopyOp>,
+    bytes: u64,
     ops: Vec<ReadOp>,
     _blocks: Vec<Arc<OpenedBlock>>, // kept for their Drop
 }
@@ -105,7 +113,7 @@ impl CudaEngine {
             options,
             kernel,
             peers: Peers::default(),
-            lanes: Mutex::new(vec![lane]),
+            lanes: Mutex::new(vec![Idle { lane, room: Vec::new() }]),
             stuck: Mutex::default(),
             reads: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
@@ -146,14 +154,35 @@ impl CudaEngine {
     ) -> Result<Vec<ReadOp>, ReadError> {
         let (epoch, deadline) = (options.epoch, options.deadline);
         let peer = self.0.peers.get(session, epoch, self.0.options.trust, deadline)?;
-        let batch = self.plan(&peer, ops, deadline)?;
-        Ok(self.run(batch, deadline)?)
+        let idle = self.0.lanes.lock().pop();
+        let Idle { lane, room } = match idle {
+            Some(idle) => idle,
+            None => {
+                let lane = CopyLane::new(&self.0.kernel, self.0.options.policy)?;
+                Idle { lane, room: Vec::new() }
+            }
+        };
+        match self.plan(&peer, ops, room, deadline) {
+            Ok(batch) => Ok(self.run(lane, batch, deadline)?),
+            Err(error) => {
+                self.give_back(Idle { lane, room: Vec::new() });
+                Err(error)
+            }
+        }
     }
 
     /// Checks operations and opens what they read.
-    fn plan(&self, peer: &Peer, ops: Vec<ReadOp>, deadline: Instant) -> Result<Batch, ReadError> {
+    fn plan(
+        &self,
+        peer: &Peer,
+        ops: Vec<ReadOp>,
+        mut copies: Vec<CopyOp>,
+        deadline: Instant,
+    ) -> Result<Batch, ReadError> {
         let own = self.device().region_kind();
-        let (mut copies, mut blocks) = (Vec::with_capacity(ops.len()), Vec::new());
+        let (mut bytes, mut blocks) = (0, Vec::new());
+        copies.clear();
+        copies.reserve(ops.len());
         // Most pieces lie where the one before does.
         let mut current: Option<(RemoteAddr, u64, DevicePtr)> = None;
         for (i, ReadOp { address, dst, .. }) in ops.iter().enumerate() {
@@ -181,30 +210,23 @@ impl CudaEngine {
                     src
                 }
             };
+            bytes += len;
             copies.push(CopyOp { dst: DevicePtr(dst.address() as u64), src, len });
         }
-        Ok(Batch { copies, ops, _blocks: blocks })
+        Ok(Batch { copies, bytes, ops, _blocks: blocks })
     }
 
-    fn run(&self, batch: Batch, deadline: Instant) -> Result<Vec<ReadOp>> {
+    fn run(&self, mut lane: CopyLane, batch: Batch, deadline: Instant) -> Result<Vec<ReadOp>> {
         self.reap();
-        if batch.copies.is_empty() {
-            return Ok(batch.ops);
-        }
-        let lane = self.0.lanes.lock().pop();
-        let mut lane = match lane {
-            Some(lane) => lane,
-            None => CopyLane::new(&self.0.kernel, self.0.options.policy)?,
-        };
         // SAFETY: the sources are mapped as long as the batch has their blocks. The destinations
         // are the batch's alone, so that they overlap with nothing; they and the blocks are kept
         // until the lane says that it is over. Peers do not write what they have published.
         let started = unsafe { lane.start(&batch.copies, deadline) };
         match (started, lane.finish(deadline)) {
             (Ok(()), Ok(())) => {
-                self.give_back(lane);
                 self.0.reads.fetch_add(batch.copies.len() as u64, Ordering::Relaxed);
-                self.0.bytes.fetch_add(batch.bytes(), Ordering::Relaxed);
+                self.0.bytes.fetch_add(batch.bytes, Ordering::Relaxed);
+                self.give_back(Idle { lane, room: batch.copies });
                 Ok(batch.ops)
             }
             (started, Err(error)) if error.kind() == ErrorKind::Timeout => {
@@ -263,13 +285,13 @@ impl CudaEngine {
     /// Memory that unfinished copies may still write, in bytes.
     pub fn quarantined_bytes(&self) -> u64 {
         self.reap();
-        self.0.stuck.lock().iter().map(|unfinished| unfinished.batch.bytes()).sum()
+        self.0.stuck.lock().iter().map(|unfinished| unfinished.batch.bytes).sum()
     }
 
-    fn give_back(&self, lane: CopyLane) {
+    fn give_back(&self, idle: Idle) {
         let mut lanes = self.0.lanes.lock();
         if lanes.len() < MAX_IDLE_LANES {
-            lanes.push(lane);
+            lanes.push(idle);
         }
     }
 
@@ -291,12 +313,6 @@ impl CudaEngine {
             .with("device", self.device().ordinal())
             .with("found", format_args!("{found:?}"))
             .remedy("read into memory of the engine's device, or make an engine for the other one")
-    }
-}
-
-impl Batch {
-    fn bytes(&self) -> u64 {
-        self.copies.iter().map(|copy| copy.len).sum()
     }
 }
 

@@ -257,11 +257,17 @@ fn what_is_dead_is_closed_and_another_life_is_not_taken_for_it() {
     let fetched = transport.fetch_blocking(into_pool(&new), &FetchOptions::default()).unwrap();
     assert_eq!(reader.peek(fetched[0].tensors[0].data.address(), 1000), [2; 1000]);
     drop(fetched);
+    // Gone for good, and nobody in its place.
+    second.sink.close_blocking();
+    let error = transport.fetch_blocking(into_pool(&new), &options).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+    assert_eq!(reader.engine.stats().blocks, 0, "closed, although nobody is read instead");
+    let third = Publisher::new(ArenaKind::Plain);
     // The engine by itself asks whoever is there who it is.
     let epoch = old.location_epoch();
     let op = ReadOp::new(old.features[0].address.unwrap(), reader.pool.take(8).unwrap());
     let error =
-        reader.engine.read(second.sink.session(), vec![op], &soon().epoch(epoch)).unwrap_err();
+        reader.engine.read(third.sink.session(), vec![op], &soon().epoch(epoch)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
     drop(transport);
     reader.ends_clean();

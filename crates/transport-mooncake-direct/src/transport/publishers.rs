@@ -98,7 +98,9 @@ impl Publishers {
     pub(super) fn answers(&self, session: &SessionName, epoch: Epoch) -> bool {
         self.known.read().values().any(|publisher| {
             let standing = publisher.client.standing();
-            standing.is_some_and(|s| s.hello.epoch == epoch && s.hello.session == *session)
+            standing.is_some_and(|s| {
+                s.connected && s.hello.epoch == epoch && s.hello.session == *session
+            })
         })
     }
 
