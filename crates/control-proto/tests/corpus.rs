@@ -32,6 +32,9 @@ fn every_target_is_built_and_has_a_corpus() {
         let source = fs::read_to_string(source).unwrap();
         assert!(source.contains(&format!("fuzzing::{name}(data)")), "{name}");
     }
-    let corpora = fs::read_dir(fuzz().join("corpus")).unwrap().count();
-    assert_eq!(corpora, TARGETS.len(), "no corpus without a target");
+    // Those of other crates are run by these.
+    for corpus in fs::read_dir(fuzz().join("corpus")).unwrap() {
+        let name = corpus.unwrap().file_name().into_string().unwrap();
+        assert!(manifest.contains(&format!("name = \"{name}\"")), "no target for corpus {name}");
+    }
 }

@@ -214,9 +214,13 @@ pub(crate) fn feature_address(
 
 /// `shape` and `dtype` of an object.
 pub(crate) fn parse_meta(object: &RawObject<'_>, faults: Faults) -> Result<TensorMeta> {
-    let dtype: Dtype = faults
-        .parse(object, "dtype")
-        .map_err(|error| error.remedy("use a torch element type, such as bfloat16 or int64"))?;
+    let name = faults.text(object, "dtype")?;
+    let dtype: Dtype = name.parse().map_err(|error| {
+        faults
+            .unusable("dtype", error)
+            .with("found", format_args!("{:?}", super::shortened(&name)))
+            .remedy("use a torch element type, such as bfloat16 or int64")
+    })?;
     let raw = object.get("shape").ok_or_else(|| faults.missing("shape"))?;
     let found = || super::shortened(raw);
     let shape: Vec<i64> = bounded_list(raw, TensorMeta::MAX_RANK)
