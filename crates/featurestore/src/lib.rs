@@ -8,6 +8,7 @@
 mod choose;
 pub mod config;
 pub mod input;
+pub mod ledger;
 pub mod pipeline;
 mod process;
 pub mod server;
