@@ -5,12 +5,17 @@
 //! `featurestore --help`.
 #![forbid(unsafe_code)]
 
+pub mod ack;
+pub mod channel;
 mod choose;
 pub mod config;
+pub mod flow;
 pub mod input;
 pub mod ledger;
+pub mod lifecycle;
 pub mod pipeline;
 mod process;
+pub mod ranks;
 pub mod server;
 pub mod source;
 mod store;
