@@ -66,6 +66,11 @@ impl Process {
             .expect("the child is ours and not yet reaped");
     }
 
+    /// How it ended, if it has.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.0.try_wait().expect("the child is ours")
+    }
+
     /// Waits for its end.
     ///
     /// # Panics

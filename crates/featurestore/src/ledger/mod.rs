@@ -168,8 +168,7 @@ impl Ledger {
             self.connection.prepare("SELECT seq, id FROM sample ORDER BY seq").map_err(&read)?;
         let mut rows = statement.query([]).map_err(&read)?;
         while let Some(row) = rows.next().map_err(&read)? {
-            let (seq, id): (i64, String) =
-                (row.get(0).map_err(&read)?, row.get(1).map_err(&read)?);
+            let (seq, id): (i64, String) = (row.get(0).map_err(&read)?, row.get(1).map_err(&read)?);
             let acknowledged = self.history.contains(&id);
             self.samples.insert(SampleId::new(id)?, Held { seq, acknowledged });
             self.next = seq + 1;
@@ -214,9 +213,8 @@ impl Ledger {
         let transaction = self.connection.unchecked_transaction().map_err(&write)?;
         {
             transaction.execute_batch("DELETE FROM range; DELETE FROM digest").map_err(&write)?;
-            let mut range = transaction
-                .prepare("INSERT INTO range VALUES(?1, ?2, ?3)")
-                .map_err(&write)?;
+            let mut range =
+                transaction.prepare("INSERT INTO range VALUES(?1, ?2, ?3)").map_err(&write)?;
             for (name, first, last) in self.history.ranges() {
                 range.execute(params![name, first as i64, last as i64]).map_err(&write)?;
             }
@@ -270,8 +268,7 @@ impl Ledger {
             return Ok(standings);
         }
         self.write("commit samples", |connection| {
-            let mut insert =
-                connection.prepare_cached("INSERT INTO sample VALUES(?1, ?2, ?3)")?;
+            let mut insert = connection.prepare_cached("INSERT INTO sample VALUES(?1, ?2, ?3)")?;
             for (seq, id, record) in &rows {
                 insert.execute(params![seq, id.as_str(), record])?;
             }
@@ -368,6 +365,24 @@ impl Ledger {
     /// Makes everything noted durable now.
     pub fn flush(&mut self) -> Result<()> {
         if self.freed.is_empty() { Ok(()) } else { self.write("flush", |_| Ok(())) }
+    }
+
+    /// The steps that are kept one by one, oldest first, with what became durable in each.
+    pub fn steps(&self) -> Result<Vec<(u64, Vec<SampleId>)>> {
+        let read = failed("read");
+        let mut select = self
+            .connection
+            .prepare_cached("SELECT step, ids FROM step ORDER BY step")
+            .map_err(&read)?;
+        let mut rows = select.query([]).map_err(&read)?;
+        let mut steps = Vec::new();
+        while let Some(row) = rows.next().map_err(&read)? {
+            let (step, ids): (i64, String) =
+                (row.get(0).map_err(&read)?, row.get(1).map_err(&read)?);
+            let ids = ids.lines().map(SampleId::new).collect::<Result<_>>()?;
+            steps.push((step as u64, ids));
+        }
+        Ok(steps)
     }
 
     /// Samples in flight with their records, oldest first.

@@ -207,49 +207,69 @@ impl Samples {
         }
     }
 
+    /// Notes that `place` holds nothing of a sample after all, in its own words.
+    pub fn untrack(&self, place: &str, sample: &SampleKey) {
+        self.books.lock().untrack(place, sample);
+    }
+
+    /// Hands samples over to somebody else, such as the consumers of a channel: they are neither
+    /// freed here nor resident any more.
+    pub fn hand_over<'a>(&self, ids: impl IntoIterator<Item = &'a SampleId>) {
+        let mut books = self.books.lock();
+        for id in ids {
+            books.hand_over(id);
+        }
+    }
+
     /// Takes captured samples over from their servers: all or none. The same one again changes
     /// nothing; a newer life frees the one before it.
     pub async fn adopt(&self, samples: &[Arc<Descriptor>]) -> Result<u64> {
+        let outcome = self.book(samples);
+        let freed = match &outcome {
+            Ok((_, replaced)) => keys(replaced),
+            Err(_) => keys(samples),
+        };
+        if !freed.is_empty() {
+            self.send_pending(Some(&freed)).await;
+        }
+        outcome.map(|(adopted, _)| adopted)
+    }
+
+    /// Writes samples into the books; gives those whose memory is replaced by theirs.
+    fn book(&self, samples: &[Arc<Descriptor>]) -> Result<(u64, Vec<Arc<Descriptor>>)> {
         let (mut adopted, mut replaced) = (Vec::new(), Vec::new());
-        {
-            let mut books = self.books.lock();
-            let now = Instant::now();
-            for descriptor in samples {
-                let known = books.contains(&descriptor.sample.sample_id);
-                match books.adopt(descriptor.clone(), now) {
-                    Ok(Some(before)) => replaced.push((before, descriptor)),
-                    Ok(None) if known => {}
-                    Ok(None) => adopted.push(descriptor),
-                    Err(error) => {
-                        // Samples of this call that were adopted are freed, as none is taken over.
-                        for descriptor in adopted {
-                            books.forget(&descriptor.sample.sample_id);
-                        }
-                        for descriptor in samples {
-                            if !books.contains(&descriptor.sample.sample_id) {
-                                books.free(descriptor);
-                            }
-                        }
-                        drop(books);
-                        self.send_pending(Some(&keys(samples))).await;
-                        return Err(error);
+        let mut books = self.books.lock();
+        let now = Instant::now();
+        for descriptor in samples {
+            let known = books.contains(&descriptor.sample.sample_id);
+            match books.adopt(descriptor.clone(), now) {
+                Ok(Some(before)) => replaced.push((before, descriptor)),
+                Ok(None) if known => {}
+                Ok(None) => adopted.push(descriptor),
+                Err(error) => {
+                    // None is taken over: those of this call that were adopted are freed.
+                    for descriptor in adopted {
+                        books.forget(&descriptor.sample.sample_id);
                     }
+                    for descriptor in samples {
+                        if !books.contains(&descriptor.sample.sample_id) {
+                            books.free(descriptor);
+                        }
+                    }
+                    return Err(error);
                 }
             }
-            // A replacing capture has the same keys: the server has freed the old life already, and
-            // only a descriptor with another key names memory that is still taken.
-            for (before, after) in &replaced {
-                if before.sample != after.sample || before.location != after.location {
-                    books.free(before);
-                }
-            }
-            self.counts.lock().adopted += (adopted.len() + replaced.len()) as u64;
         }
-        if !replaced.is_empty() {
-            let old: Vec<_> = replaced.iter().map(|(before, _)| before.clone()).collect();
-            self.send_pending(Some(&keys(&old))).await;
-        }
-        Ok((adopted.len() + replaced.len()) as u64)
+        self.counts.lock().adopted += (adopted.len() + replaced.len()) as u64;
+        let count = (adopted.len() + replaced.len()) as u64;
+        // A replacing capture has the same keys: the server has freed the old life already, and
+        // only a descriptor with another key names memory that is still taken.
+        replaced.retain(|(before, after)| {
+            before.sample != after.sample || before.location != after.location
+        });
+        let replaced: Vec<_> = replaced.into_iter().map(|(before, _)| before).collect();
+        replaced.iter().for_each(|before| books.free(before));
+        Ok((count, replaced))
     }
 
     /// Reads one sample, whole, under a new lease.

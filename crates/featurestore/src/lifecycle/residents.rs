@@ -135,6 +135,22 @@ impl Residents {
         self.provisional.entry(key).or_default().insert(place);
     }
 
+    pub(super) fn untrack(&mut self, place: &str, key: &SampleKey) {
+        if let Some(places) = self.provisional.get_mut(key) {
+            places.remove(place);
+            if places.is_empty() {
+                self.provisional.remove(key);
+            }
+        }
+    }
+
+    /// Forgets a sample without freeing it.
+    pub(super) fn hand_over(&mut self, id: &SampleId) {
+        if let Some(resident) = self.resident.remove(id) {
+            self.bytes -= resident.bytes;
+        }
+    }
+
     /// Takes a captured sample over from its server. The same descriptor again changes nothing.
     ///
     /// Returns the earlier life of the sample if this one replaces it, which the caller frees.
@@ -168,7 +184,6 @@ impl Residents {
                 .with("max_resident_bytes", limit)
                 .remedy("lower the producer's high watermark, or raise the cap"));
         }
-        self.provisional.remove(key);
         self.bytes = after;
         let resident = Resident {
             descriptor: descriptor.clone(),

@@ -1,0 +1,146 @@
+//! Reads samples ahead of the training loop, in order.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use tokio::task::JoinHandle;
+use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId};
+
+use crate::{
+    layout::Layout,
+    lifecycle::{Leased, Samples},
+};
+
+/// How a [`Consumer`] reads.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ConsumerOptions {
+    /// Samples that are read at a time, ahead of the training loop. Default: 4.
+    pub in_flight: usize,
+    /// Longest time of one reading. Default: 30 seconds.
+    pub deadline: Duration,
+    /// What samples must look like; none checks nothing.
+    pub layout: Option<Layout>,
+}
+
+impl Default for ConsumerOptions {
+    fn default() -> Self {
+        Self { in_flight: 4, deadline: Duration::from_secs(30), layout: None }
+    }
+}
+
+/// What the training loop gets.
+#[derive(Debug)]
+pub enum Materialized {
+    /// A sample, and the lease under which it is read.
+    Ready(Leased),
+    /// It cannot be had any more: its server is gone, or has another life.
+    Lost(SampleId, Error),
+}
+
+/// Samples in the order in which they were handed to it, several of them on their way.
+#[derive(Debug)]
+pub struct Consumer {
+    samples: Arc<Samples>,
+    options: ConsumerOptions,
+    waiting: VecDeque<Arc<Descriptor>>,
+    reading: VecDeque<(Arc<Descriptor>, JoinHandle<Result<Leased>>)>,
+}
+
+impl Consumer {
+    /// Reads through `samples`. Must be used within a tokio runtime.
+    pub fn new(samples: Arc<Samples>, options: ConsumerOptions) -> Self {
+        Self { samples, options, waiting: VecDeque::new(), reading: VecDeque::new() }
+    }
+
+    /// Hands samples over; those that fit into the bound are read from now on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] if a sample is not what the layout says. Then none is taken.
+    pub fn feed(&mut self, samples: impl IntoIterator<Item = Arc<Descriptor>>) -> Result<()> {
+        let samples: Vec<_> = samples.into_iter().collect();
+        if let Some(layout) = &self.options.layout {
+            for sample in &samples {
+                layout.check(sample)?;
+            }
+        }
+        self.waiting.extend(samples);
+        self.start();
+        Ok(())
+    }
+
+    /// Samples that were handed over and not returned yet.
+    pub fn len(&self) -> usize {
+        self.waiting.len() + self.reading.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn start(&mut self) {
+        while self.reading.len() < self.options.in_flight.max(1) {
+            let Some(sample) = self.waiting.pop_front() else { return };
+            let (samples, deadline) = (self.samples.clone(), self.options.deadline);
+            let wanted = sample.clone();
+            let reading = tokio::spawn(async move {
+                samples.adopt(std::slice::from_ref(&wanted)).await?;
+                samples.get(&wanted, deadline).await
+            });
+            self.reading.push_back((sample, reading));
+        }
+    }
+
+    /// The next sample, in order; none if nothing was handed over.
+    ///
+    /// # Errors
+    /// What makes going on senseless: bytes that are not what was described, a closed store. The
+    /// sample stays with the caller's books; nothing is leased for it.
+    pub async fn next(&mut self) -> Result<Option<Materialized>> {
+        let Some((sample, reading)) = self.reading.front_mut() else { return Ok(None) };
+        let outcome = reading.await; // a dropped future leaves the reading where it is
+        let id = sample.sample.sample_id.clone();
+        self.reading.pop_front();
+        self.start();
+        let outcome = outcome.map_err(|e| {
+            Error::new(ErrorKind::Unexpected, "materialize", "reading panicked").source(e)
+        })?;
+        match outcome {
+            Ok(leased) => Ok(Some(Materialized::Ready(leased))),
+            Err(error) => match error.kind() {
+                ErrorKind::NotFound
+                | ErrorKind::Stale
+                | ErrorKind::PeerGone
+                | ErrorKind::OutOfRange
+                | ErrorKind::Timeout => Ok(Some(Materialized::Lost(id, error))),
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// Stops reading, and gives back what was never returned, oldest first, without leases.
+    pub async fn close(mut self, bound: Duration) -> Vec<Arc<Descriptor>> {
+        let mut left = Vec::new();
+        let end = tokio::time::Instant::now() + bound;
+        for (sample, mut reading) in self.reading.drain(..) {
+            match tokio::time::timeout_at(end, &mut reading).await {
+                Ok(Ok(Ok(leased))) => {
+                    self.samples.release(&leased.token).await;
+                }
+                Ok(_) => {}
+                Err(_) => reading.abort(), // its lease ends with it
+            }
+            left.push(sample);
+        }
+        left.extend(self.waiting.drain(..));
+        left
+    }
+}
+
+impl Drop for Consumer {
+    fn drop(&mut self) {
+        for (_, reading) in &self.reading {
+            reading.abort();
+        }
+    }
+}
