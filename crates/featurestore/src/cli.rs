@@ -1,5 +1,7 @@
 //! Commands and flags.
 
+mod launch;
+
 use std::{
     io::{IsTerminal, Write},
     path::PathBuf,
@@ -35,6 +37,7 @@ Examples:
   featurestore pipeline --input DIR              real captures (*.safetensors)
   featurestore capture-server --arena 2GiB       one capture server
   featurestore config show --config FILE         settings in force, with their sources
+  featurestore plan run.toml                     what each role of a run is started with
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 the job ran but its result is wrong.
 Log level: RUST_LOG, such as RUST_LOG=debug; default warn.";
@@ -45,7 +48,9 @@ enum Command {
     Pipeline(Box<PipelineArgs>),
     /// Owns an arena and answers POST /generate with captures; GET /health, GET /metrics.
     CaptureServer(Box<ServerArgs>),
-    /// Shows settings.
+    /// Prints what each role of a run is started with: command line and environment.
+    Plan(launch::PlanArgs),
+    /// Shows and checks settings.
     #[command(subcommand)]
     Config(ConfigCommand),
     /// The pipeline's trainer; started by the pipeline.
@@ -59,6 +64,12 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum ConfigCommand {
+    /// Checks the file of a run: everything that is wrong, each with the reason.
+    Check(launch::RunFile),
+    /// Prints every value in force of a run's file and where it comes from.
+    Explain(launch::RunFile),
+    /// Prints the JSON schema of a run's file.
+    Schema,
     /// Prints every setting in force and where it comes from.
     Show {
         /// TOML file with settings.
@@ -248,6 +259,10 @@ pub(crate) fn run() -> ExitCode {
     let outcome = match cli.command {
         Command::Pipeline(args) => pipeline(&args),
         Command::CaptureServer(args) => capture_server(&args),
+        Command::Plan(args) => launch::plan(&args),
+        Command::Config(ConfigCommand::Check(run)) => launch::check(&run),
+        Command::Config(ConfigCommand::Explain(run)) => launch::explain(&run),
+        Command::Config(ConfigCommand::Schema) => launch::schema(),
         Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
         Command::Trainer { config } => trainer(config.as_deref()),
     };

@@ -14,6 +14,7 @@ use transport_mooncake_direct::Cidr;
 
 pub use problems::Problems;
 pub use value::duration;
+pub(crate) use value::nearest;
 use value::{address, bad, boolean, bounded, fold, host, networks, nonzero_size, suggestion};
 
 /// One setting: its names and what it means.

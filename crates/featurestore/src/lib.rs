@@ -12,6 +12,7 @@ pub mod config;
 pub mod consumer;
 pub mod flow;
 pub mod input;
+pub mod launch;
 pub mod layout;
 pub mod ledger;
 pub mod lifecycle;

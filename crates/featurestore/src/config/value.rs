@@ -10,8 +10,13 @@ pub(super) fn fold(text: &str) -> String {
 }
 
 pub(super) fn suggestion(found: &str, known: impl Iterator<Item = &'static str> + Clone) -> String {
-    let list = known.clone().collect::<Vec<_>>().join(", ");
-    match known.min_by_key(|k| distance(found, k)).filter(|k| distance(found, k) <= 3) {
+    nearest(found, &known.collect::<Vec<_>>())
+}
+
+/// What may have been meant by a name that is not known.
+pub(crate) fn nearest(found: &str, known: &[&str]) -> String {
+    let list = known.join(", ");
+    match known.iter().min_by_key(|k| distance(found, k)).filter(|k| distance(found, k) <= 3) {
         Some(nearest) => format!("did you mean {nearest}? known: {list}"),
         None => format!("known: {list}"),
     }
