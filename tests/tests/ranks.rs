@@ -66,7 +66,7 @@ impl<'a> Run<'a> {
             let server =
                 Self::server(&["127.0.0.1:0".into(), "127.0.0.1:0".into(), "127.0.0.1:0".into()]);
             run.addresses
-                .push(["http", "data", "control"].map(|name| server.field(name).to_owned()));
+                .push(["http", "session", "control"].map(|name| server.field(name).to_owned()));
             run.servers.push(server);
         }
         run
@@ -110,7 +110,7 @@ impl<'a> Run<'a> {
             command.arg("rank").arg(self.folder);
             let numbers = [rank, self.ranks, PER_RANK, self.attempt as usize];
             command.args(numbers.map(|n| n.to_string()));
-            command.args([&address, if rank == 0 { point } else { "-" }]);
+            command.args([&*address, if rank == 0 { point } else { "-" }]);
             command.args(self.addresses.iter().map(|[_, _, control]| control));
             Process::start(&mut command)
         });
