@@ -14,7 +14,7 @@ use featurestore::{
     Config, ServerConfig, Settings, TransportChoice,
     config::Problems,
     input::Folder,
-    pipeline::{self, Options},
+    pipeline::{self, Options, Preset},
     server::{CaptureServer, end_of_life},
     source::Source,
     workload::Model,
@@ -131,6 +131,15 @@ struct PipelineArgs {
     /// Capture requests in flight.
     #[arg(long, default_value_t = 64)]
     concurrency: usize,
+    /// The published benchmark's setting: controlled or tuned. Prints its row beside this run's.
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Prompts of one batch that is read, arranged and prepared together.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    ingest_batch: u32,
+    /// Samples a second that all servers together capture at most, such as 67.3.
+    #[arg(long, value_parser = rate)]
+    server_rate: Option<f64>,
     /// Longest synthetic prompt, in tokens.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     max_length: u32,
@@ -203,6 +212,9 @@ struct ServerArgs {
     /// Threads that fill captured tensors.
     #[arg(long)]
     fill_threads: Option<String>,
+    /// Samples a second that are captured at most, such as 67.3.
+    #[arg(long)]
+    rate: Option<String>,
     /// Longest wait for room in the arena.
     #[arg(long)]
     deadline: Option<String>,
@@ -229,6 +241,7 @@ impl ServerArgs {
             ("allow", &self.allow),
             ("max_in_flight", &self.max_in_flight),
             ("fill_threads", &self.fill_threads),
+            ("rate", &self.rate),
             ("deadline", &self.deadline),
             ("lease", &self.lease),
         ] {
@@ -238,6 +251,11 @@ impl ServerArgs {
         }
         Ok(settings)
     }
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    let rate = text.parse::<f64>().ok().filter(|rate| (0.001..=1e6).contains(rate));
+    rate.ok_or_else(|| "not a number of samples a second, such as 67.3".to_owned())
 }
 
 fn layered(file: Option<&std::path::Path>) -> Result<Settings> {
@@ -301,6 +319,10 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.input = args.model.input.clone();
     options.paper = args.paper;
     options.plugin = args.plugin;
+    options.style = args.preset.map(Preset::style).unwrap_or_default();
+    options.style.ingest_batch = args.ingest_batch as usize;
+    options.preset = args.preset;
+    options.server_rate = args.server_rate;
     let report = runtime(2, 8)?.block_on(pipeline::run(&options))?;
     if args.json {
         let json = serde_json::to_string(&report)

@@ -15,7 +15,7 @@ use transport_mooncake_direct::Cidr;
 pub use problems::Problems;
 pub use value::duration;
 pub(crate) use value::nearest;
-use value::{address, bad, boolean, bounded, fold, host, networks, nonzero_size, suggestion};
+use value::{address, bad, boolean, bounded, fold, host, networks, nonzero_size, rate, suggestion};
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -61,6 +61,7 @@ pub const KEYS: &[Key] = &[
     optional("advertise", "host that descriptors name instead of the bound address"),
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
+    optional("rate", "samples a second that a server captures at most; for synthetic load"),
     optional("fill_threads", "threads that fill captured tensors; default: one a core"),
 ];
 
@@ -377,6 +378,8 @@ pub struct ServerConfig {
     pub max_in_flight: usize,
     /// Threads that fill captured tensors.
     pub fill_threads: Option<usize>,
+    /// Samples a second that are captured at most.
+    pub rate: Option<f64>,
     /// Longest wait for room.
     pub deadline: Duration,
     /// Lease of clients that have not announced themselves.
@@ -399,6 +402,7 @@ impl ServerConfig {
             problems.note(settings.need("max_in_flight", |text| bounded(text, MAX_IN_FLIGHT)));
         let fill_threads =
             problems.note(settings.get("fill_threads", |text| bounded(text, MAX_FILL_THREADS)));
+        let rate = problems.note(settings.get("rate", rate));
         let deadline = problems.note(settings.need("deadline", duration));
         let lease = problems.note(settings.need("lease", duration));
         problems.settle("configure")?;
@@ -414,6 +418,7 @@ impl ServerConfig {
             token: token.expect(NOTED),
             max_in_flight: max_in_flight.expect(NOTED),
             fill_threads: fill_threads.expect(NOTED),
+            rate: rate.expect(NOTED),
             deadline: deadline.expect(NOTED),
             lease: lease.expect(NOTED),
         })

@@ -3,6 +3,7 @@
 mod generate;
 mod listen;
 mod metrics;
+mod pace;
 
 use std::{
     io::Read,
@@ -67,6 +68,7 @@ struct Shared {
     deadline: Duration,
     max_in_flight: usize,
     places: Semaphore, // one a sample that is worked on or waits
+    pace: Option<pace::Pace>,
     counts: Counts,
 }
 
@@ -137,6 +139,7 @@ impl CaptureServer {
             deadline: config.deadline,
             max_in_flight: config.max_in_flight,
             places: Semaphore::new(config.max_in_flight),
+            pace: config.rate.map(pace::Pace::new),
             counts: Counts::default(),
         });
         Ok(Self { state, listener, http, allow: AllowList::new(config.allow.clone()) })

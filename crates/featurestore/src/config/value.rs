@@ -63,6 +63,15 @@ pub(super) fn bounded(text: &str, most: usize) -> Result<usize> {
         .ok_or_else(|| bad("not a number within its bounds", text).with("max", most))
 }
 
+/// Samples a second: more than zero, and something that a clock can pace.
+pub(super) fn rate(text: &str) -> Result<f64> {
+    text.trim()
+        .parse()
+        .ok()
+        .filter(|rate: &f64| rate.is_finite() && (0.001..=1e6).contains(rate))
+        .ok_or_else(|| bad("not a number of samples a second", text).remedy("write such as 67.3"))
+}
+
 pub(super) fn host(text: &str) -> Result<String> {
     check_host(text).map_err(|why| bad(why, text)).map(|()| text.to_owned())
 }

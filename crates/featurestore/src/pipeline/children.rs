@@ -69,7 +69,7 @@ impl Server {
         for (flag, value) in [
             ("--arena", options.arena.to_string()),
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
-            ("--max-in-flight", options.concurrency.to_string()),
+            ("--max-in-flight", (options.concurrency * options.style.lease).to_string()),
             ("--hidden", options.model.hidden.to_string()),
             ("--taps", taps.join(",")),
             ("--seed", options.seed.to_string()),
@@ -78,6 +78,9 @@ impl Server {
             ("--control", ANY_PORT.into()),
         ] {
             command.arg(format!("{flag}={value}")); // a value may begin with a dash
+        }
+        if let Some(rate) = options.server_rate {
+            command.arg(format!("--rate={}", rate / options.servers as f64));
         }
         if let Some(input) = &options.input {
             let mut flag = std::ffi::OsString::from("--input=");

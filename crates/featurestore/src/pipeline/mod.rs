@@ -7,6 +7,7 @@
 mod children;
 mod messages;
 mod plan;
+mod preset;
 mod producer;
 mod progress;
 mod report;
@@ -16,6 +17,7 @@ use std::path::PathBuf;
 
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
+pub use preset::{Preset, Style};
 pub use report::{PeakRss, Report, ServerReport};
 
 use crate::{
@@ -66,6 +68,12 @@ pub struct Options {
     pub plugin: bool,
     /// Whether progress is shown.
     pub progress: bool,
+    /// How the parts work together.
+    pub style: Style,
+    /// The published setting that `style` comes from; its row is printed beside.
+    pub preset: Option<Preset>,
+    /// Samples a second that all servers together capture at most.
+    pub server_rate: Option<f64>,
 }
 
 impl Default for Options {
@@ -88,6 +96,9 @@ impl Default for Options {
             pool: None,
             plugin: false,
             progress: true,
+            style: Style::default(),
+            preset: None,
+            server_rate: None,
         }
     }
 }
@@ -141,6 +152,7 @@ async fn job(options: &Options) -> Result<Report> {
         pool_bytes: pool,
         quantum: options.quantum,
         verify: options.verify,
+        serial: options.style.serial,
     };
     let trainer = Trainer::start(options, &start).await?;
     let progress = Progress::new(options, plan.len(), &trainer);
