@@ -10,6 +10,7 @@ use transport_core::{
 use crate::{
     choose::{self, Choice},
     config::Config,
+    lifecycle::{Retention, Samples},
 };
 
 /// Samples of capture servers, as a trainer sees them.
@@ -32,6 +33,7 @@ use crate::{
 #[derive(Debug)]
 pub struct FeatureStore {
     transport: Arc<dyn Transport>,
+    samples: Arc<Samples>,
     choice: Choice,
     client: ClientId,
     deadline: Duration,
@@ -44,7 +46,8 @@ impl FeatureStore {
     pub async fn open(config: &Config, servers: &[SessionName]) -> Result<Self> {
         let client = ClientId::random();
         let (transport, choice) = choose::open(config, servers, &client).await?;
-        Ok(Self { transport, choice, client, deadline: config.deadline })
+        let samples = Arc::new(Samples::over(transport.clone(), Retention::default()));
+        Ok(Self { transport, samples, choice, client, deadline: config.deadline })
     }
 
     /// Reads one sample: a view where the transport gives views, a copy in the pool elsewhere.
@@ -67,6 +70,19 @@ impl FeatureStore {
     /// Tells the servers that samples are no longer needed. Views of them must be gone.
     pub async fn release(&self, samples: Vec<Arc<Descriptor>>) -> Result<ReleaseReport> {
         self.transport.release(samples.into_iter().map(Release::from).collect()).await
+    }
+
+    /// The same samples with their lifecycle: adopted, leased, kept until they are settled, and
+    /// freed exactly once, with what could not be freed tried again.
+    pub fn samples(&self) -> &Arc<Samples> {
+        &self.samples
+    }
+
+    /// Keeps samples as `retention` says; before the first one is adopted.
+    #[must_use]
+    pub fn retention(mut self, retention: Retention) -> Self {
+        self.samples = Arc::new(Samples::over(self.transport.clone(), retention));
+        self
     }
 
     /// What the transport measures of itself.

@@ -19,6 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use control_proto::token::Verb;
 use parking_lot::Mutex;
 use transport_core::{
     Descriptor, Destination, Error, ErrorKind, FeatureName, FetchOptions, FetchRequest, Fetched,
@@ -30,6 +31,8 @@ pub use reclaim::{Nowhere, Reclaim};
 use residents::Residents;
 pub use residents::{LeaseToken, Released, Retention};
 
+use crate::token::TokenReleaser;
+
 /// Samples of one run over one transport. Cheap to share behind an [`Arc`].
 ///
 /// A call that frees is over logically when it returns or fails: nobody here can read the sample
@@ -39,6 +42,7 @@ pub use residents::{LeaseToken, Released, Retention};
 pub struct Samples {
     transport: Arc<dyn Transport>,
     reclaim: Arc<dyn Reclaim>,
+    tokens: Arc<TokenReleaser>,
     books: Mutex<Residents>,
     counts: Mutex<Counts>,
 }
@@ -132,6 +136,7 @@ impl Samples {
         Self {
             transport,
             reclaim: Arc::new(Nowhere),
+            tokens: Arc::default(),
             books: Mutex::new(Residents::new(retention)),
             counts: Mutex::default(),
         }
@@ -141,6 +146,13 @@ impl Samples {
     #[must_use]
     pub fn reclaiming(mut self, reclaim: Arc<dyn Reclaim>) -> Self {
         self.reclaim = reclaim;
+        self
+    }
+
+    /// Says how servers are asked that free by token.
+    #[must_use]
+    pub fn asking(mut self, tokens: TokenReleaser) -> Self {
+        self.tokens = Arc::new(tokens);
         self
     }
 
@@ -175,13 +187,16 @@ impl Samples {
         match self.adopt(&described).await {
             Ok(_) => Ok(described),
             Err(error) => {
-                let mut books = self.books.lock();
-                described.iter().for_each(|descriptor| books.free(descriptor));
-                drop(books);
+                self.free_all(&described);
                 self.send_pending(Some(&keys(&described))).await;
                 Err(error)
             }
         }
+    }
+
+    fn free_all(&self, samples: &[Arc<Descriptor>]) {
+        let mut books = self.books.lock();
+        samples.iter().for_each(|descriptor| books.free(descriptor));
     }
 
     fn check_room(&self, bytes: u64) -> Result<()> {
@@ -310,7 +325,7 @@ impl Samples {
     pub async fn release(&self, token: &LeaseToken) -> Released {
         let (released, gone) = self.books.lock().release(token);
         if let Some(descriptor) = gone {
-            self.send_pending(Some(&[descriptor.sample.clone()])).await;
+            self.send_pending(Some(std::slice::from_ref(&descriptor.sample))).await;
         }
         released
     }
@@ -548,18 +563,47 @@ impl Samples {
     }
 
     async fn release_batch(&self, batch: &[Arc<Descriptor>], one_place: bool) -> Result<Freed> {
-        let releases = batch.iter().cloned().map(Release::from).collect();
+        let behind_token = |d: &&Arc<Descriptor>| matches!(d.location, Location::Token(_));
+        let tokens: Vec<_> = batch.iter().filter(behind_token).cloned().collect();
+        let releases: Vec<Release> =
+            batch.iter().filter(|d| !behind_token(d)).cloned().map(Release::from).collect();
+        let mut freed = Freed::default();
+        if !tokens.is_empty() {
+            freed.freed += self.release_tokens(tokens).await?;
+        }
+        if releases.is_empty() {
+            return Ok(freed);
+        }
+        let count = releases.len() as u64;
         match self.transport.release(releases).await {
-            Ok(report) => Ok(Freed {
-                freed: report.released + report.unconfirmed,
-                already_gone: report.already_gone + report.stale,
-                pending: 0,
-            }),
+            Ok(report) => {
+                freed.freed += report.released + report.unconfirmed;
+                freed.already_gone += report.already_gone + report.stale;
+                Ok(freed)
+            }
             // The memory of a server that has another life now is gone with the old one.
             Err(error) if error.kind() == ErrorKind::Stale && one_place => {
-                Ok(Freed { already_gone: batch.len() as u64, ..Freed::default() })
+                freed.already_gone += count;
+                Ok(freed)
             }
             Err(error) => Err(error),
+        }
+    }
+
+    /// Frees samples behind tokens; an error if any is not confirmed.
+    async fn release_tokens(&self, samples: Vec<Arc<Descriptor>>) -> Result<u64> {
+        let releaser = self.tokens.clone();
+        let asking = move || releaser.release(&samples, Verb::Release);
+        let report = tokio::task::spawn_blocking(asking).await.map_err(|e| {
+            Error::new(ErrorKind::Unexpected, "release", "asking panicked").source(e)
+        })??;
+        match report.failed.into_iter().next() {
+            None => Ok(report.released),
+            // Another generation lives there: this one is gone.
+            Some((_, ids, error)) if error.kind() == ErrorKind::Stale && ids.len() == 1 => {
+                Ok(report.released)
+            }
+            Some((_, _, error)) => Err(error),
         }
     }
 }

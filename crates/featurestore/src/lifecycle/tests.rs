@@ -256,8 +256,8 @@ async fn a_failed_or_dropped_reading_leaves_no_lease() {
     drop(reading); // never polled
     flaky.stalled.store(true, Ordering::Relaxed);
     let mut reading = Box::pin(samples.get(&a, DEADLINE));
-    let poll = std::future::poll_fn(|cx| std::task::Poll::Ready(drop(reading.as_mut().poll(cx))));
-    poll.await;
+    let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(reading.as_mut().poll(cx)));
+    assert!(polled.await.is_pending());
     assert_eq!(samples.health().active_leases, 1);
     drop(reading);
     assert_eq!(samples.health().active_leases, 0);
