@@ -150,54 +150,103 @@ fn frees() {
     println!("until the last answer: {}", Measured::of(answered));
 }
 
+/// Samples in one call of [`samples`].
+const CALL: usize = 64;
+/// Samples that every row of [`samples`] moves at least, so that all rest on as many.
+const MOVED: usize = 20_000;
+/// Calls of other samples before each measured round, so that no thread has to be woken for it.
+const WARM_UP: usize = 4;
+
 /// The cost of one small sample, whatever their number.
 fn samples() {
-    println!("\nsamples of 4 KiB: fetch, then release, both in calls of 64; microseconds a sample");
-    println!("(every page touched before, nothing of it in a cache)");
-    let mut evict = vec![0u8; 64 * MIB];
+    println!("\nsamples of 4 KiB: fetch, then release, both in calls of {CALL}; median");
     println!(
-        "{:>10} {:>12} {:>12} {:>12} {:>12} {:>12} {:>12}",
-        "", "shm fetch", "release", "both", "tcp fetch", "release", "both"
+        "microseconds a sample (quartiles of `both`) over rounds of all live samples, as many"
     );
-    for count in [64, 1000, 10_000, 100_000] {
-        print!("{count:>10}");
-        for engine in [Engine::Shm, Engine::Tcp] {
-            let rounds = (50_000 / count).clamp(3, 50);
-            let (mut fetching, mut releasing) = (Vec::new(), Vec::new());
-            let sink = sink(count * 4608 + MIB);
-            let consumer = consumer(engine, 8 * MIB);
-            consumer.announce(sink.control(), soon()).expect("announce");
-            for round in 0..=rounds {
-                let all = publish(&sink, count, &[4 * KIB], Some(&consumer));
-                evict.iter_mut().step_by(64).for_each(|byte| *byte = byte.wrapping_add(1));
-                black_box(&mut evict);
-                let start = Instant::now();
-                for call in all.chunks(64) {
-                    let requests = call
-                        .iter()
-                        .map(|sample| FetchRequest::new(sample.clone(), Destination::Pool))
-                        .collect();
-                    let options = FetchOptions::default();
-                    black_box(consumer.fetch_blocking(requests, &options).expect("fetch"));
-                }
-                let fetched = start.elapsed() / count as u32;
-                let start = Instant::now();
-                for call in all.chunks(64) {
-                    release(&consumer, call);
-                }
-                if round > 0 {
-                    fetching.push(fetched);
-                    releasing.push(start.elapsed() / count as u32);
-                }
-            }
-            let both = fetching.iter().zip(&releasing).map(|(a, b)| *a + *b).collect();
-            for times in [fetching, releasing, both] {
-                let median = Measured::of(times).median;
-                print!(" {:>12.2}", median.as_secs_f64() * 1e6);
-            }
+    println!("rounds as move {MOVED} samples and at least 5. Every page was touched before, and");
+    println!(
+        "nothing of it is in a cache; {WARM_UP} calls of other samples come right before each"
+    );
+    println!("round.");
+    let mut evict = vec![0u8; 64 * MIB];
+    for engine in [Engine::Shm, Engine::Tcp] {
+        println!(
+            "{:>10} {:>8} {:>8} {:>10} {:>10} {:>24}",
+            engine.name(),
+            "rounds",
+            "moved",
+            "fetch",
+            "release",
+            "both"
+        );
+        for count in [CALL, 1000, 10_000, 100_000] {
+            let rounds = MOVED.div_ceil(count).max(5);
+            let timed = rounds_of(engine, count, rounds, WARM_UP, &mut evict);
+            print_row(&format!("{count}"), count, rounds, timed);
         }
-        println!();
+        // What a single call costs when every thread sleeps: not comparable with the rows above.
+        let timed = rounds_of(engine, CALL, 20, 0, &mut evict);
+        print_row("after idle", CALL, 20, timed);
     }
+}
+
+fn print_row(label: &str, count: usize, rounds: usize, timed: [Vec<Duration>; 2]) {
+    let both = timed[0].iter().zip(&timed[1]).map(|(a, b)| *a + *b).collect();
+    let [fetching, releasing] = timed.map(Measured::of);
+    let us = |measured: &Measured| measured.median.as_secs_f64() * 1e6;
+    println!(
+        "{label:>10} {rounds:>8} {:>8} {:>10.2} {:>10.2} {:>24}",
+        rounds * count,
+        us(&fetching),
+        us(&releasing),
+        Measured::of(both).precise()
+    );
+}
+
+/// Times `rounds` times the fetch and the release of `count` live samples, each a sample.
+///
+/// Without a warm-up each round begins with every thread asleep.
+fn rounds_of(
+    engine: Engine,
+    count: usize,
+    rounds: usize,
+    warm_up: usize,
+    evict: &mut [u8],
+) -> [Vec<Duration>; 2] {
+    let sink = sink((count + warm_up * CALL) * 4608 + MIB);
+    let consumer = consumer(engine, 8 * MIB);
+    consumer.announce(sink.control(), soon()).expect("announce");
+    let fetch_call = |call: &[Arc<Descriptor>]| {
+        let requests =
+            call.iter().map(|s| FetchRequest::new(s.clone(), Destination::Pool)).collect();
+        let fetched = consumer.fetch_blocking(requests, &FetchOptions::default());
+        black_box(fetched.expect("fetch"));
+    };
+    let mut timed = [Vec::with_capacity(rounds), Vec::with_capacity(rounds)];
+    for round in 0..=rounds {
+        let mut live = publish(&sink, count + warm_up * CALL, &[4 * KIB], Some(&consumer));
+        let others = live.split_off(count);
+        evict.iter_mut().step_by(64).for_each(|byte| *byte = byte.wrapping_add(1));
+        black_box(&mut *evict);
+        if warm_up == 0 {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        for call in others.chunks(CALL) {
+            fetch_call(call);
+            release(&consumer, call);
+        }
+        let start = Instant::now();
+        live.chunks(CALL).for_each(fetch_call);
+        let fetched = start.elapsed() / count as u32;
+        let start = Instant::now();
+        live.chunks(CALL).for_each(|call| release(&consumer, call));
+        let released = start.elapsed() / count as u32;
+        if round > 0 {
+            timed[0].push(fetched);
+            timed[1].push(released);
+        }
+    }
+    timed
 }
 
 /// A server thread that answers 24-byte requests with bytes, and nothing else.
@@ -253,6 +302,14 @@ impl Measured {
         times.sort_unstable();
         let at = |part: usize| times[(times.len() - 1) * part / 4];
         Self { low: at(1), median: at(2), high: at(3) }
+    }
+}
+
+impl Measured {
+    /// In hundredths of microseconds.
+    fn precise(&self) -> String {
+        let us = |d: Duration| d.as_secs_f64() * 1e6;
+        format!("{:.2} ({:.2} .. {:.2})", us(self.median), us(self.low), us(self.high))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{
     env,
     ffi::OsStr,
-    io::{BufRead, BufReader},
+    io::{BufRead, BufReader, Write},
     path::PathBuf,
     process::{Child, Command, ExitStatus, Stdio},
     sync::OnceLock,
@@ -59,11 +59,29 @@ impl Process {
         let _ = self.0.wait();
     }
 
+    /// Stops the process where it is, until [`Self::resume`].
+    pub fn pause(&self) {
+        self.signal(rustix::process::Signal::STOP);
+    }
+
+    /// Lets a stopped process go on.
+    pub fn resume(&self) {
+        self.signal(rustix::process::Signal::CONT);
+    }
+
     /// Asks it to end.
     pub fn terminate(&self) {
+        self.signal(rustix::process::Signal::TERM);
+    }
+
+    /// Whether it has not ended.
+    pub fn is_running(&mut self) -> bool {
+        self.0.try_wait().expect("the child is ours").is_none()
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.0);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM)
-            .expect("the child is ours and not yet reaped");
+        rustix::process::kill_process(pid, signal).expect("the child is ours and not yet reaped");
     }
 
     /// How it ended, if it has.
@@ -97,6 +115,28 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Starts the test trainer `program` as `client`, with a lease of one second, and waits until it
+/// holds every one of `captured`.
+///
+/// # Panics
+/// When it does not.
+pub fn start_trainer(program: &str, engine: &str, client: &str, captured: &[Value]) -> Process {
+    let mut command = Command::new(program);
+    command.args([engine, client, "1000"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().expect("the test trainer starts");
+    let mut stdin = child.stdin.take().expect("piped");
+    let stdout = child.stdout.take().expect("piped");
+    for result in captured {
+        writeln!(stdin, "{result}").expect("it reads");
+    }
+    drop(stdin);
+    let child = Process::from(child);
+    let mut line = String::new();
+    BufReader::new(stdout).read_line(&mut line).expect("it says something");
+    assert_eq!(line.trim(), format!("holding {}", captured.len()));
+    child
 }
 
 /// A running `featurestore capture-server`.

@@ -326,6 +326,7 @@ impl Transport for RemotePublisher {
                     .await
                     .expect("the event does not panic")?;
             }
+            let publication = &publication.clone().materialized()?;
             let mut tensors = Vec::new();
             for (name, tensor) in &publication.tensors {
                 if !tensor.data.kind().is_host() {

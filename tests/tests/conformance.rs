@@ -65,6 +65,8 @@ mod tcp {
             "an_older_publisher_is_read",
             "views_show_the_bytes",
             "views_are_unmoved_by_other_samples",
+            "a_release_waits_for_views",
+            "a_view_outlives_its_consumer",
             "views_of_the_replaced_life_stay",
         ]
     );

@@ -268,7 +268,7 @@ fn a_full_arena_waits_for_frees_and_then_says_what_holds_it() {
     let waited = start.elapsed();
     let text = answer.to_string();
     assert!(waited >= Duration::from_millis(1900) && waited < Duration::from_secs(8), "{waited:?}");
-    for part in ["no room", "t/a-00001/g1", "larger arena", "watermark"] {
+    for part in ["no room", "t/a-00001/g1", "larger arena", "watermark", "FEATURESTORE_ARENA"] {
         assert!(text.contains(part), "{part}: {text}");
     }
     assert_eq!(health(&server, "resident_samples"), 16, "nothing is left of the failed one");

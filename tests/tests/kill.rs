@@ -1,8 +1,6 @@
 //! Servers and trainers that die without a word, at every moment that matters.
 
 use std::{
-    io::{BufRead, BufReader, Write},
-    process::{Command, Stdio},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -12,7 +10,7 @@ use featurestore_tests::{
     STEP,
     capture::{Ask, SMALL, health, names, results, samples},
     eventually,
-    process::{CaptureServer, Process},
+    process::{CaptureServer, start_trainer},
 };
 use transport_core::{
     Descriptor, Destination, ErrorKind, FetchOptions, FetchRequest, Health, Release, Transport,
@@ -54,19 +52,7 @@ fn a_killed_trainer_gives_back_what_it_held(engine: &str) {
     let requests = kept.iter().map(|d| request(Engine::Shm, d)).collect();
     let views = survivor.fetch_blocking(requests, &FetchOptions::default()).unwrap();
 
-    let mut command = Command::new(env!("CARGO_BIN_EXE_test-trainer"));
-    command.args([engine, "doomed", "1000"]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut child = command.spawn().unwrap();
-    let mut stdin = child.stdin.take().unwrap();
-    let stdout = child.stdout.take().unwrap();
-    for result in &captured {
-        writeln!(stdin, "{result}").unwrap();
-    }
-    drop(stdin);
-    let mut child = Process::from(child);
-    let mut line = String::new();
-    BufReader::new(stdout).read_line(&mut line).unwrap();
-    assert_eq!(line.trim(), "holding 40");
+    let mut child = start_trainer(env!("CARGO_BIN_EXE_test-trainer"), engine, "doomed", &captured);
     assert_eq!(health(&server, "resident_samples"), 42);
 
     child.kill();

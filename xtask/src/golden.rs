@@ -18,7 +18,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     command.args(["test", "--no-fail-fast", "--test", TARGET]);
     let mut packages = 0;
     for member in &workspace.members {
-        if member.tests.iter().any(|test| test == TARGET) {
+        if member.tests.iter().any(|test| test.name == TARGET) {
             command.args(["--package", &member.name]);
             packages += 1;
         }

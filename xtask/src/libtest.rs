@@ -55,6 +55,19 @@ impl Tally {
         self.skipped.extend(seen);
     }
 
+    /// Counts a failure unless as many tests ran as were asked for by name.
+    pub(crate) fn require(&mut self, step: &str, asked: usize) {
+        let run = self.passed + self.failed.len() as u64;
+        if run < asked as u64 {
+            self.failed.push(format!("{step}: {asked} asked for, {run} run"));
+        }
+    }
+
+    /// Drops what `earlier` lists as skipped too, so that it is listed once.
+    pub(crate) fn forget_skipped(&mut self, earlier: &Self) {
+        self.skipped.retain(|test| !earlier.skipped.contains(test));
+    }
+
     /// Ignored tests whose reason is that they need `tool`: `needs TOOL; ...`.
     pub(crate) fn waiting_for(&self, tool: &str) -> Vec<Skipped> {
         let start = format!("needs {tool};");
@@ -360,6 +373,26 @@ test result: FAILED. 1 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out; 
         assert_eq!(tally.waiting_for("python3"), [python]);
         assert_eq!(tally.waiting_for("python3")[0].test(), "frees::late");
         assert_eq!(tally.waiting_for("perl"), []);
+    }
+
+    #[test]
+    fn tests_asked_for_have_to_run() {
+        let mut tally = Tally { passed: 1, failed: vec!["x: y".into()], ..Tally::default() };
+        tally.require("step", 2);
+        assert_eq!(tally.failed, ["x: y"]);
+        tally.require("step", 3);
+        assert_eq!(tally.failed[1], "step: 3 asked for, 2 run");
+    }
+
+    #[test]
+    fn what_is_skipped_twice_is_listed_once() {
+        let skipped = |names: &[&str]| Tally {
+            skipped: names.iter().map(|name| Skipped::new(*name, "why")).collect(),
+            ..Tally::default()
+        };
+        let mut again = skipped(&["a: b", "c: d"]);
+        again.forget_skipped(&skipped(&["a: b"]));
+        assert_eq!(again, skipped(&["c: d"]));
     }
 
     #[test]

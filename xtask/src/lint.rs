@@ -20,6 +20,10 @@ use crate::{
 /// Longest single command: a build of all dependencies from nothing, on two slow cores.
 const LIMIT: Duration = Duration::from_secs(15 * 60);
 
+/// Packages with code for devices, and the feature that has all of it.
+const CUDA: &[(&str, &str)] =
+    &[("capture-arena", "scripted-cuda"), ("transport-mooncake-direct", "cuda")];
+
 /// What a check found: problems, each with the offender and what to do; or why it was not run.
 type Check = Result<Vec<String>, Skipped>;
 
@@ -68,6 +72,16 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
         });
     }
     report.check("packages of a default build", || Ok(binary::packages(workspace)));
+    for with in binary::LIBRARY_FEATURES {
+        let title = format!("packages of the library, features {with:?}");
+        report.check(&title, || Ok(binary::library_packages(workspace, with)));
+        report.check(&format!("clippy featurestore, features {with:?}"), || {
+            let mut clippy = workspace.cargo();
+            clippy.args(["clippy", "--no-deps", "--package", "featurestore", "--lib"]);
+            clippy.args(["--no-default-features", "--features", with]);
+            command(workspace, clippy.args(["--", "-D", "warnings"]))
+        });
+    }
     report.check("licences, sources and bans", || deny(workspace));
     for name in names(false) {
         // One at a time: built together, one member would get the features that another asks for.
@@ -80,6 +94,19 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
                 command(workspace, clippy.args(["--", "-D", "warnings"]))
             });
         }
+    }
+    for (name, feature) in CUDA {
+        report.check(&format!("clippy {name} {feature}"), || {
+            let mut clippy = workspace.cargo();
+            clippy.args(["clippy", "--no-deps", "--package", name, "--features", feature]);
+            command(workspace, clippy.args(["--all-targets", "--", "-D", "warnings"]))
+        });
+        report.check(&format!("docs {name} {feature}"), || {
+            let mut doc = workspace.cargo();
+            doc.env("RUSTDOCFLAGS", "-D warnings");
+            doc.args(["doc", "--no-deps", "--package", name, "--features", feature]);
+            command(workspace, &mut doc)
+        });
     }
     for name in names(true) {
         report.check(&format!("docs {name}"), || {

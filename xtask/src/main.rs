@@ -13,6 +13,8 @@ mod lint;
 mod machine;
 mod mooncake;
 mod process;
+#[cfg(feature = "ptx")]
+mod ptx;
 mod soak;
 mod test;
 mod workspace;
@@ -40,6 +42,12 @@ enum Command {
         /// Leaves out the multi-process tests, loom and miri, and tries fewer random cases
         #[arg(long)]
         quick: bool,
+        /// Only the tests of what loads Mooncake, among them those against a real one
+        #[arg(long)]
+        mooncake: bool,
+        /// Runs the tests that need a CUDA device, and no others
+        #[arg(long, conflicts_with = "quick")]
+        gpu: bool,
     },
     /// Checks format, lints, docs, dependencies, the binary, and the text of the sources
     Lint,
@@ -58,7 +66,10 @@ enum Command {
     },
     /// Checks that nothing is uncommitted and that a fresh clone builds
     CleanCheck,
-    /// Installs the released Mooncake wheel below the target directory, for the tests that need it
+    /// Installs released builds of Mooncake below the target directory; `test` does so by itself
+    /// Compiles the device code, with the NVRTC library of CUDA 12.3 on the loader's path
+    #[cfg(feature = "ptx")]
+    Ptx,
     MooncakeVenv,
 }
 
@@ -66,12 +77,15 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = process::adopt_orphans().and_then(|()| Workspace::load()).and_then(|workspace| {
         match cli.command {
-            Command::Test { quick } => test::run(&workspace, quick),
+            Command::Test { gpu: true, .. } => test::run_on_device(&workspace),
+            Command::Test { quick, mooncake, .. } => test::run(&workspace, quick, mooncake),
             Command::Lint => lint::run(&workspace),
             Command::Bench { name } => bench::run(&workspace, name.as_deref()),
             Command::Golden => golden::run(&workspace),
             Command::Soak { minutes } => soak::run(&workspace, minutes),
             Command::CleanCheck => clean::run(&workspace),
+            #[cfg(feature = "ptx")]
+            Command::Ptx => ptx::run(&workspace),
             Command::MooncakeVenv => mooncake::run(&workspace),
         }
     });

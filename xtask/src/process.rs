@@ -265,7 +265,7 @@ fn descendants() -> Vec<Process> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::sync::{Mutex, MutexGuard};
 
     use super::*;
@@ -273,7 +273,8 @@ mod tests {
     /// These tests look at, and kill, the children of the whole process.
     static ALONE: Mutex<()> = Mutex::new(());
 
-    fn alone() -> MutexGuard<'static, ()> {
+    /// Holds those tests off while another one has children of its own.
+    pub(crate) fn alone() -> MutexGuard<'static, ()> {
         ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 

@@ -1,5 +1,7 @@
 //! `cargo xtask test`: every test that this machine can run, and a list of those that it did not.
 
+mod mooncake;
+
 use std::{
     env, fs,
     path::PathBuf,
@@ -33,18 +35,34 @@ const MIRI: &[(&str, &[&str])] = &[
     ("capture-arena", &["export::", "pin::", "pool::", "reservation::"]),
 ];
 
+/// Tests of device memory: package, feature that has them, and the target that simulates a device.
+const SIMULATED: &[(&str, &str, &str)] =
+    &[("capture-arena", "scripted-cuda", "cuda"), ("transport-mooncake-direct", "cuda", "device")];
+/// The same on a real one: package and target.
+const ON_DEVICE: &[(&str, &str)] =
+    &[("capture-arena", "gpu"), ("transport-mooncake-direct", "gpu_sink")];
+/// What the tests against a Mooncake process on the device need, besides the device.
+const MOONCAKE_ON_DEVICE: &str = "import torch; from mooncake.engine import TransferEngine";
+
 /// Tools that ignored tests may ask for, `needs TOOL; ...`, and how to see whether they are here.
 /// Their tests are run where they are: a toolchain alone does not promise them.
 const TOOLS: &[(&str, &str)] = &[("python3", "--version")];
 
 /// Runs the tests and prints the closing line; fails where a test or a step does.
-pub(crate) fn run(workspace: &Workspace, quick: bool) -> Result<()> {
+pub(crate) fn run(workspace: &Workspace, quick: bool, only_mooncake: bool) -> Result<()> {
     let started = Instant::now();
     let mut session = Session::new(workspace, started)?;
 
+    if only_mooncake {
+        session.skip("everything but the tests of what loads Mooncake", "left out by --mooncake");
+        session.tests_with_mooncake(quick);
+        return session.close();
+    }
     if session.build() {
         session.workspace_tests(quick);
         session.tests_with_tools(quick);
+        session.tests_with_mooncake(quick);
+        session.simulated_devices();
     } else {
         session.skip("all tests", "the command line that they start does not build");
     }
@@ -59,16 +77,48 @@ pub(crate) fn run(workspace: &Workspace, quick: bool) -> Result<()> {
     session.close()
 }
 
+/// Runs the tests that need a CUDA device, one after another.
+pub(crate) fn run_on_device(workspace: &Workspace) -> Result<()> {
+    let mut session = Session::new(workspace, Instant::now())?;
+    let mut python = workspace.command("python3");
+    let has_mooncake = process::output(python.args(["-c", MOONCAKE_ON_DEVICE])).is_ok();
+    for (member, target) in ON_DEVICE {
+        let step = format!("{member} on the device");
+        session.heading(&step);
+        let mut command = workspace.cargo();
+        command.args(["test", "--package", member, "--features", "cuda", "--test", target]);
+        command.args(["--", "--ignored", "--test-threads=1", "--show-output"]);
+        if !has_mooncake {
+            command.args(["--skip", "mooncake_"]);
+        }
+        let mut tally = session.read(&step, &mut command, TEST_LIMIT);
+        tally.skipped.clear(); // all that is here is ignored elsewhere
+        if tally.passed == 0 && tally.failed.is_empty() {
+            tally.failed.push(format!("{step}: no test was run"));
+        }
+        session.tally.add(tally);
+    }
+    if !has_mooncake {
+        session.skip(
+            "tests against Mooncake on the device",
+            "no python3 with torch and the wheel mooncake-transfer-engine-cuda13",
+        );
+    }
+    session.close()
+}
+
 /// One run of the command.
 struct Session<'a> {
     workspace: &'a Workspace,
     started: Instant,
     tally: Tally,
+    /// Whether this run built the command line.
+    has_binary: bool,
 }
 
 impl<'a> Session<'a> {
     fn new(workspace: &'a Workspace, started: Instant) -> Result<Self> {
-        let session = Self { workspace, started, tally: Tally::default() };
+        let session = Self { workspace, started, tally: Tally::default(), has_binary: false };
         // Left by an earlier run.
         for file in [session.notes_file(), session.summary_file()] {
             if let Some(folder) = file.parent() {
@@ -89,7 +139,8 @@ impl<'a> Session<'a> {
         if let Some(problem) = &problem {
             self.tally.failed.push(format!("building the command line: {problem}"));
         }
-        problem.is_none()
+        self.has_binary = problem.is_none();
+        self.has_binary
     }
 
     fn workspace_tests(&mut self, quick: bool) {
@@ -123,13 +174,27 @@ impl<'a> Session<'a> {
             command.args(["--", "--ignored", "--exact"]).args(waiting.iter().map(Skipped::test));
             command.env(BINARY, self.workspace.release_binary());
             let mut tally = self.read(&step, &mut command, TEST_LIMIT);
-            let run = tally.passed + tally.failed.len() as u64;
-            if run < waiting.len() as u64 {
-                tally.failed.push(format!("{step}: {} asked for, {run} run", waiting.len()));
-            }
+            tally.require(&step, waiting.len());
             self.tally.skipped.retain(|skipped| !waiting.contains(skipped));
             self.tally.add(tally);
         }
+    }
+
+    /// Tests of device memory need no device, but features that a default build does without.
+    fn simulated_devices(&mut self) {
+        for (member, feature, target) in SIMULATED {
+            let step = format!("{member} on simulated devices");
+            self.heading(&step);
+            let mut command = self.workspace.cargo();
+            command.args(["test", "--package", member, "--features", feature]);
+            command.args(["--lib", "--test", target]);
+            let mut tally = self.read(&step, &mut command, TEST_LIMIT);
+            if tally.passed == 0 && tally.failed.is_empty() {
+                tally.failed.push(format!("{step}: no test was run"));
+            }
+            self.tally.add(tally);
+        }
+        self.skip("tests on a CUDA device", "they are run by cargo xtask test --gpu");
     }
 
     fn loom(&mut self) {

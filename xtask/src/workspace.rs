@@ -1,7 +1,8 @@
 //! What the workspace consists of, as `cargo metadata` tells it.
 
 use std::{
-    env,
+    collections::BTreeSet,
+    env, fs,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -34,8 +35,10 @@ pub(crate) struct Member {
     pub(crate) dependencies: Vec<Dependency>,
     /// Names of the bench targets.
     pub(crate) benches: Vec<String>,
-    /// Names of the test targets, the library's own not among them.
-    pub(crate) tests: Vec<String>,
+    /// The test targets, the library's own not among them.
+    pub(crate) tests: Vec<TestTarget>,
+    /// Names of its features.
+    pub(crate) features: BTreeSet<String>,
 }
 
 impl Member {
@@ -44,10 +47,32 @@ impl Member {
         self.folder.starts_with("crates")
     }
 
+    /// Test targets that hold tests which one of these features turns on, as their sources say.
+    pub(crate) fn tests_for(&self, features: &[&str]) -> Vec<String> {
+        let is_gated = |test: &&TestTarget| {
+            let source = fs::read_to_string(&test.file).unwrap_or_default();
+            features.iter().any(|&feature| {
+                test.needs.iter().any(|needed| needed == feature)
+                    || source.contains(&format!("feature = \"{feature}\""))
+            })
+        };
+        self.tests.iter().filter(is_gated).map(|test| test.name.clone()).collect()
+    }
+
     /// Whether it has models of its lock-free parts.
     pub(crate) fn uses_loom(&self) -> bool {
         self.dependencies.iter().any(|dependency| dependency.name == "loom")
     }
+}
+
+/// A target of integration tests.
+#[derive(Debug)]
+pub(crate) struct TestTarget {
+    pub(crate) name: String,
+    /// Its main file.
+    file: PathBuf,
+    /// Features without which cargo leaves it out.
+    needs: Vec<String>,
 }
 
 /// One line of a package's dependency tables.
@@ -102,8 +127,27 @@ impl Workspace {
                         })
                     })
                     .collect::<Result<_>>()?,
-                benches: targets(package, "bench")?,
-                tests: targets(package, "test")?,
+                benches: targets(package, "bench")?
+                    .map(|target| string(target, "name"))
+                    .collect::<Result<_>>()?,
+                tests: targets(package, "test")?
+                    .map(|target| {
+                        Ok(TestTarget {
+                            name: string(target, "name")?,
+                            file: PathBuf::from(string(target, "src_path")?),
+                            needs: array(target, "required-features")
+                                .map(|needed| needed.iter().filter_map(Value::as_str))
+                                .into_iter()
+                                .flatten()
+                                .map(str::to_owned)
+                                .collect(),
+                        })
+                    })
+                    .collect::<Result<_>>()?,
+                features: package["features"]
+                    .as_object()
+                    .map(|features| features.keys().cloned().collect())
+                    .unwrap_or_default(),
             });
         }
         Ok(Self { root, target, members })
@@ -180,13 +224,9 @@ fn forget_toolchain(command: &mut Command) {
     }
 }
 
-/// Names of a package's targets of one kind.
-fn targets(package: &Value, kind: &str) -> Result<Vec<String>> {
-    array(package, "targets")?
-        .iter()
-        .filter(|target| target["kind"][0] == kind)
-        .map(|target| string(target, "name"))
-        .collect()
+/// A package's targets of one kind.
+fn targets<'a>(package: &'a Value, kind: &'a str) -> Result<impl Iterator<Item = &'a Value>> {
+    Ok(array(package, "targets")?.iter().filter(move |target| target["kind"][0] == kind))
 }
 
 fn string(value: &Value, key: &str) -> Result<String> {
@@ -212,7 +252,9 @@ mod tests {
             {"name": "arena", "id": "path+file:///w/crates/arena#0.1.0", "license": "Apache-2.0",
              "rust_version": "1.88", "manifest_path": "/w/crates/arena/Cargo.toml",
              "targets": [{"kind": ["lib"], "name": "arena"}, {"kind": ["bench"], "name": "churn"},
-                         {"kind": ["test"], "name": "golden"}],
+                         {"kind": ["test"], "name": "golden", "src_path": "/w/golden.rs",
+                          "required-features": ["large"]}],
+             "features": {"default": [], "fast": ["dep:x"]},
              "dependencies": [
                 {"name": "core", "path": "/w/crates/core", "kind": null},
                 {"name": "loom", "kind": null, "target": "cfg(loom)"}]},
@@ -226,16 +268,27 @@ mod tests {
         let workspace = Workspace::parse(METADATA).unwrap();
         let arena = workspace.member("arena").unwrap();
         assert!(arena.is_default && arena.is_public() && arena.uses_loom());
-        assert_eq!(
-            (&*arena.benches, &*arena.tests),
-            (&["churn".to_owned()][..], &["golden".to_owned()][..])
-        );
+        assert_eq!((&*arena.benches, &*arena.tests[0].name), (&["churn".to_owned()][..], "golden"));
         assert_eq!(arena.folder, Path::new("crates/arena"));
+        assert!(arena.features.contains("fast"));
         assert!(arena.dependencies[0].is_local && !arena.dependencies[1].is_local);
         let tool = workspace.member("tool").unwrap();
         assert!(!tool.is_default && !tool.is_public() && !tool.uses_loom());
         assert_eq!(tool.license, None);
         assert!(workspace.member("other").is_none());
+    }
+
+    #[test]
+    fn tests_behind_a_feature_are_found_in_their_sources() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("golden.rs");
+        fs::write(&file, "#![cfg(feature = \"fast\")]\n").unwrap();
+        let metadata = METADATA.replace("/w/golden.rs", &file.to_string_lossy());
+        let workspace = Workspace::parse(&metadata).unwrap();
+        let arena = workspace.member("arena").unwrap();
+        assert_eq!(arena.tests_for(&["slow", "fast"]), ["golden"]);
+        assert!(arena.tests_for(&["slow"]).is_empty());
+        assert_eq!(arena.tests_for(&["large"]), ["golden"], "as its manifest says");
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! States of an object: *filling* (range taken, a writer may be at it) → *published* (readable) →
 //! *draining* (freed or replaced, but still held or being read) → its range is free.
 
+mod age;
 mod batch;
 mod clients;
 mod health;
@@ -18,7 +19,9 @@ use std::{
 };
 
 use slab::Slab;
-use transport_core::{ArenaOffset, ClientId, Error, ErrorKind, RemoteAddr, Result, Sequence};
+use transport_core::{
+    ArenaOffset, ClientId, Error, ErrorKind, MapMark, RemoteAddr, Result, Sequence,
+};
 
 use crate::{
     ExportError,
@@ -26,6 +29,7 @@ use crate::{
     fit::FitSubAllocator,
     suballoc::{ArenaRange, SubAllocator},
 };
+use age::{ByAge, Neighbours};
 use batch::{Batch, Waiting};
 pub use batch::{BatchPlan, Grant, PlannedObject, PlannedSample, Ticket};
 use clients::Clients;
@@ -44,6 +48,7 @@ pub struct CaptureArena {
     draining: HashMap<Arc<str>, Vec<u32>>, // lives that are only there for their holders
     objects: Slab<Object>,
     samples: Slab<Sample>,
+    oldest: ByAge,
     batches: Slab<Batch>,
     waiting: VecDeque<Waiting>,
     remembered: HashMap<u32, Vec<Option<ClientId>>>, // frees of filling objects, by whom
@@ -91,6 +96,7 @@ struct Sample {
     since: Instant, // reserved, then published
     live: u32,      // objects that still take part in the accounts
     published: bool,
+    neighbours: Neighbours, // among the published, by age
 }
 
 impl CaptureArena {
@@ -127,6 +133,7 @@ impl CaptureArena {
             draining: HashMap::new(),
             objects: Slab::new(),
             samples: Slab::new(),
+            oldest: ByAge::default(),
             batches: Slab::new(),
             waiting: VecDeque::new(),
             remembered: HashMap::new(),
@@ -163,7 +170,7 @@ impl CaptureArena {
     /// Ends overdue leases, places waiting batches in order, and gives up on overdue ones.
     pub fn poll(&mut self, now: Instant) -> Vec<(Ticket, Result<Grant>)> {
         while let Some(client) = self.clients.pop_expired(now) {
-            self.let_go(client, true);
+            self.let_go(client);
         }
         if self.waiting.is_empty() { Vec::new() } else { self.poll_waiting(now) }
     }
@@ -174,9 +181,37 @@ impl CaptureArena {
         self.waiting.drain(..).map(|w| w.ticket).collect()
     }
 
-    /// A client has announced itself or sent anything: it is connected, and its holds live on.
-    pub fn client_seen(&mut self, client: &ClientId, lease: Duration, now: Instant) {
-        self.clients.seen(client, lease, now);
+    /// Asks `probe` whether a mapping of the arena still exists before its client is given up; one
+    /// that does keeps the client's holds. Without a probe no client maps anything.
+    pub fn set_probe(&mut self, probe: impl Fn(MapMark) -> bool + Send + 'static) {
+        self.clients.set_probe(Box::new(probe));
+    }
+
+    /// A client introduces itself: its lease is `lease`, and `mark` tells whether it still maps the
+    /// arena, if it ever does. As [`Self::client_seen`] otherwise.
+    ///
+    /// Fails with [`ErrorKind::Busy`] while a client of the same name and another mark, or none,
+    /// is connected or maps the arena.
+    pub fn client_greets(
+        &mut self,
+        client: &ClientId,
+        lease: Duration,
+        mark: Option<MapMark>,
+        now: Instant,
+    ) -> Result<()> {
+        self.clients.greet(client, lease, mark, now)
+    }
+
+    /// A client has sent anything: it is connected, and its holds live on. `mark` is the one that it
+    /// was greeted with, if any.
+    pub fn client_seen(
+        &mut self,
+        client: &ClientId,
+        lease: Duration,
+        mark: Option<MapMark>,
+        now: Instant,
+    ) {
+        self.clients.seen(client, lease, mark, now);
     }
 
     /// A client's last connection is gone: its holds live for one more lease.
@@ -184,10 +219,10 @@ impl CaptureArena {
         self.clients.lost(client, now);
     }
 
-    /// A client says goodbye: its holds end now.
-    pub fn client_bye(&mut self, client: &ClientId) {
-        if let Some(index) = self.clients.remove(client) {
-            self.let_go(index, false);
+    /// A client says goodbye: its holds end now, or as soon as it maps the arena no more.
+    pub fn client_bye(&mut self, client: &ClientId, now: Instant) {
+        if let Some(gone) = self.clients.leave(client, now) {
+            self.let_go(gone);
         }
     }
 
@@ -203,6 +238,7 @@ impl CaptureArena {
         let object = &mut self.objects[id as usize];
         debug_assert_eq!(object.state, State::Published);
         object.state = State::Held;
+        self.counts.draining_objects += 1;
         let key = object.key.clone();
         let held = object.holders.any_active();
         let lives = object.lives;
@@ -257,11 +293,13 @@ impl CaptureArena {
             self.space.free(range);
         }
         self.changes += 1;
+        self.counts.draining_objects -= 1;
         self.counts.resident_objects -= 1;
         self.counts.resident_bytes -= bytes;
         let sample = &mut self.samples[object.sample as usize];
         sample.live -= 1;
         if sample.live == 0 {
+            self.oldest.remove(&mut self.samples, object.sample);
             self.samples.remove(object.sample as usize);
             self.counts.resident_samples -= 1;
             self.counts.released_samples += 1;
@@ -270,11 +308,9 @@ impl CaptureArena {
 
     /// Ends one hold; if it was the last, what nobody holds any more is freed.
     fn end_hold(&mut self, id: u32, client: u32) {
-        let object = &mut self.objects[id as usize];
-        if !object.holders.release(client) {
-            return;
-        }
-        self.clients.count(client, -1);
+        let Some(place) = self.objects[id as usize].holders.release(client) else { return };
+        self.forget_place(client, place);
+        let object = &self.objects[id as usize];
         if object.holders.any_active() {
             return;
         }
@@ -294,26 +330,24 @@ impl CaptureArena {
         }
     }
 
-    /// Ends every hold of a client whose record is already gone.
-    fn let_go(&mut self, client: clients::Gone, expired: bool) {
-        if client.held == 0 {
-            return;
+    /// Takes an ended hold out of its client's list.
+    fn forget_place(&mut self, client: u32, place: u32) {
+        if let Some(moved) = self.clients.take(client, place) {
+            self.objects[moved as usize].holders.moved(client, place);
         }
-        let held: Vec<u32> = self
-            .objects
-            .iter()
-            .filter(|(_, object)| object.holders.is_active(client.index))
-            .map(|(id, _)| id as u32)
-            .collect();
+    }
+
+    /// Ends every hold of a client whose record is already gone.
+    fn let_go(&mut self, client: clients::Gone) {
         let mut lost = std::collections::HashSet::new();
-        for id in held {
+        for id in client.held {
             let object = &self.objects[id as usize];
             if object.holders.active() == 1 {
                 lost.insert(object.sample);
             }
             self.end_hold(id, client.index);
         }
-        if expired {
+        if client.expired {
             self.counts.lease_expired_samples += lost.len() as u64;
         }
     }

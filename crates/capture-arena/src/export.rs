@@ -176,11 +176,22 @@ impl PinnedRange {
     }
 }
 
+impl PinnedRange {
+    /// The bytes; none in device memory, which the CPU cannot reach.
+    pub fn as_bytes(&self) -> Option<&[u8]> {
+        self.backing.bytes(self.offset, self.len)
+    }
+}
+
 impl Deref for PinnedRange {
     type Target = [u8];
 
+    /// The bytes.
+    ///
+    /// # Panics
+    /// In device memory; [`Self::as_bytes`] asks first.
     fn deref(&self) -> &[u8] {
-        self.backing.bytes(self.offset, self.len)
+        self.as_bytes().expect("host memory")
     }
 }
 

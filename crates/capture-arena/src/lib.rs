@@ -4,10 +4,12 @@
 //! reserved there, filled by their writers, and published; clients hold and free them; peers read
 //! them through the [`ExportTable`]. [`Backing`] is the memory itself, private or shared with other
 //! processes, and [`RegionPool`] hands out receive and buffer memory from the same allocator.
-#![deny(unsafe_code)] // but for `backing`
+#![deny(unsafe_code)] // but for `backing` and `cuda`
 
 mod arena;
 mod backing;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod export;
 mod fit;
 mod limits;
@@ -23,9 +25,10 @@ pub use arena::{
     ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList,
     PlannedObject, PlannedSample, Ticket,
 };
-pub use backing::{Backing, MappedBacking, SharedHandle};
+pub use backing::{Backing, MappedBacking, SealedBacking, SharedHandle};
 pub use export::{ExportError, ExportTable, Pin, PinnedRange};
 pub use fit::FitSubAllocator;
+pub use limits::boot_id;
 pub use owner::{Arena, ArenaConfig, BaseAddress, FreeRequest, HoldRequest, ReserveOptions};
 pub use pool::{PoolStats, Quarantined, RegionPool};
 pub use reservation::{

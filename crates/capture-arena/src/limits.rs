@@ -10,8 +10,8 @@ pub(crate) fn available_memory() -> u64 {
     machine_available().unwrap_or(u64::MAX).min(group_available().unwrap_or(u64::MAX))
 }
 
-/// The kernel's random id of this boot.
-pub(crate) fn boot_id() -> Result<String> {
+/// The kernel's random id of this boot: which host it is, and since when it runs.
+pub fn boot_id() -> Result<String> {
     const PATH: &str = "/proc/sys/kernel/random/boot_id";
     fs::read_to_string(PATH)
         .map(|text| text.trim().to_owned())

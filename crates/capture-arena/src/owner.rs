@@ -5,8 +5,8 @@ use std::{
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
+        Arc, LazyLock,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use transport_core::{
-    ClientId, DEFAULT_DEADLINE, Epoch, Error, ErrorKind, RemoteAddr, Result, Sequence,
+    ClientId, DEFAULT_DEADLINE, Epoch, Error, ErrorKind, MapMark, RemoteAddr, Result, Sequence,
 };
 
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
     arena::{
         ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList, Ticket,
     },
-    reservation::{FillGuard, Reservation, SamplePlan, plan},
+    reservation::{Births, FillGuard, Reservation, SamplePlan, plan},
 };
 
 /// Work done between two looks at leases and waiting batches, as [`Command::weight`] counts it:
@@ -32,6 +32,8 @@ use crate::{
 const BURST: usize = 4096;
 /// Bytes that a request takes besides its keys: itself, and its boxed reply.
 const REQUEST_BYTES: usize = size_of::<Command>() + 128;
+/// How long a thread that talks to the owner, or the owner itself, looks before it sleeps.
+const SPIN: Duration = Duration::from_micros(20);
 /// Longest wait for room that a reservation may ask for.
 const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
@@ -153,14 +155,16 @@ struct Inner {
 
 pub(crate) enum Command {
     Reserve { plan: BatchPlan, deadline: Instant, reply: oneshot::Sender<Result<Granted>> },
-    Publish { batch: u32, reply: oneshot::Sender<Result<Vec<Sequence>>> },
+    Publish { batch: u32, reply: oneshot::Sender<Result<Births>> },
+    Unpublish(Vec<(u32, Sequence)>),
     Abort(u32),
     Free(FreeRequest, Queued),
     Hold(HoldRequest, Queued),
     Unhold(ClientId, ObjectList, Queued),
-    Seen(ClientId, Duration, Queued),
+    Seen(ClientId, Duration, Option<MapMark>, Queued),
     Lost(ClientId),
     Bye(ClientId),
+    Greet(ClientId, Duration, Option<MapMark>, oneshot::Sender<Result<()>>),
     Reclaim(u32),
     Health(oneshot::Sender<ArenaHealth>),
     Close,
@@ -202,10 +206,13 @@ impl Arena {
     pub fn start(backing: Backing, config: ArenaConfig) -> Result<Self> {
         let (commands, inbox) = unbounded();
         let reclaim = commands.clone();
-        let books = CaptureArena::with_reclaim(backing.bytes_len(), config.lease, move |object| {
-            // After the arena is closed nobody asks for the range any more.
-            let _ = reclaim.send(Command::Reclaim(object));
-        })?;
+        let mut books =
+            CaptureArena::with_reclaim(backing.bytes_len(), config.lease, move |object| {
+                // After the arena is closed nobody asks for the range any more.
+                let _ = reclaim.send(Command::Reclaim(object));
+            })?;
+        let probed = backing.clone();
+        books.set_probe(move |mark| probed.is_mapped_by(mark));
         let base = match config.base {
             BaseAddress::Backing => RemoteAddr(backing.address()),
             BaseAddress::Fixed(base) => base,
@@ -299,10 +306,27 @@ impl Arena {
     }
 
     /// A client has announced itself or sent anything: it is connected, its holds live on, and
-    /// their lease is `lease` from now on. Twice that without a sign, and they end.
-    pub fn client_seen(&self, client: &ClientId, lease: Duration) {
+    /// their lease is `lease` from now on. Twice that without a sign, and they end. `mark` is the one
+    /// that it was greeted with, if any.
+    pub fn client_seen(&self, client: &ClientId, lease: Duration, mark: Option<MapMark>) {
         let queued = self.queued(None);
-        self.tell(Command::Seen(client.clone(), lease, queued));
+        self.tell(Command::Seen(client.clone(), lease, mark, queued));
+    }
+
+    /// A client introduces itself, with the mark under which it maps the arena if it does; as
+    /// [`Self::client_seen`] otherwise.
+    ///
+    /// Fails with [`ErrorKind::Busy`] while a client of the same name and another mark, or none,
+    /// is connected or maps the arena. For threads that may block; the owner thread answers soon.
+    pub fn client_greets_blocking(
+        &self,
+        client: &ClientId,
+        lease: Duration,
+        mark: Option<MapMark>,
+    ) -> Result<()> {
+        let (reply, answer) = oneshot::channel();
+        self.send("greet", Command::Greet(client.clone(), lease, mark, reply))?;
+        block_on(answer).map_err(|_| closed("greet"))?
     }
 
     /// A client's last connection is gone: its holds live for one more lease.
@@ -310,7 +334,7 @@ impl Arena {
         self.tell(Command::Lost(client.clone()));
     }
 
-    /// A client says goodbye: its holds end now.
+    /// A client says goodbye: its holds end now, or as soon as it maps the arena no more.
     pub fn client_bye(&self, client: &ClientId) {
         self.tell(Command::Bye(client.clone()));
     }
@@ -400,21 +424,47 @@ pub(crate) fn closed(operation: &'static str) -> Error {
 
 /// Runs a future on this thread, which sleeps while there is nothing to do.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(thread::Thread);
+    struct Unpark {
+        thread: thread::Thread,
+        woken: AtomicBool,
+    }
     impl std::task::Wake for Unpark {
         fn wake(self: Arc<Self>) {
-            self.0.unpark();
+            self.woken.store(true, Ordering::Release);
+            self.thread.unpark();
         }
     }
-    let waker = Arc::new(Unpark(thread::current())).into();
+    let unpark = Arc::new(Unpark { thread: thread::current(), woken: AtomicBool::new(false) });
+    let waker = unpark.clone().into();
     let mut context = std::task::Context::from_waker(&waker);
     let mut future = std::pin::pin!(future);
     loop {
         if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut context) {
             return output;
         }
-        thread::park();
+        if spin(|| unpark.woken.load(Ordering::Acquire).then_some(())).is_none() {
+            thread::park();
+        }
+        unpark.woken.store(false, Ordering::Relaxed);
     }
+}
+
+/// Looks for something that most likely comes at once, before a thread is put to sleep: waking it
+/// can take longer than a whole request does. Not where the other side may need this processor.
+fn spin<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
+    static HAS_ROOM: LazyLock<bool> =
+        LazyLock::new(|| thread::available_parallelism().is_ok_and(|n| n.get() >= 4));
+    if !*HAS_ROOM {
+        return None;
+    }
+    let started = Instant::now();
+    while started.elapsed() < SPIN {
+        if let Some(found) = look() {
+            return Some(found);
+        }
+        std::hint::spin_loop();
+    }
+    None
 }
 
 struct Owner {
@@ -430,9 +480,10 @@ impl Owner {
     fn run(mut self) {
         let mut open = true;
         while open {
-            let first = match self.books.next_deadline() {
-                Some(at) => self.inbox.recv_deadline(at),
-                None => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            let first = match (spin(|| self.inbox.try_recv().ok()), self.books.next_deadline()) {
+                (Some(command), _) => Ok(command),
+                (None, Some(at)) => self.inbox.recv_deadline(at),
+                (None, None) => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             open &= !matches!(first, Err(RecvTimeoutError::Disconnected));
             // What has arrived counts before anybody is refused, but for a flood.
@@ -495,11 +546,13 @@ impl Owner {
                 }
             }
             Command::Publish { batch, reply } => {
-                let published = self.books.publish(batch, now);
-                if let Err(Ok(unheard)) = reply.send(published) {
-                    self.books.unpublish(&unheard);
+                let lives = self.books.publish_lives(batch, now);
+                let births = lives.map(|lives| Births::new(lives, self.commands.clone()));
+                if let Err(Ok(unheard)) = reply.send(births) {
+                    self.books.unpublish(&unheard.heard()); // before anything asked later
                 }
             }
+            Command::Unpublish(lives) => self.books.unpublish(&lives),
             Command::Abort(batch) => self.books.abort(batch),
             Command::Free(FreeRequest { client, objects, reply }, _queued) => {
                 let outcome = self.books.free(client.as_ref(), &objects);
@@ -510,9 +563,14 @@ impl Owner {
                 call(reply, outcome);
             }
             Command::Unhold(client, objects, _queued) => self.books.unhold(&client, &objects),
-            Command::Seen(client, lease, _queued) => self.books.client_seen(&client, lease, now),
+            Command::Seen(client, lease, mark, _queued) => {
+                self.books.client_seen(&client, lease, mark, now);
+            }
             Command::Lost(client) => self.books.client_lost(&client, now),
-            Command::Bye(client) => self.books.client_bye(&client),
+            Command::Bye(client) => self.books.client_bye(&client, now),
+            Command::Greet(client, lease, mark, reply) => {
+                drop(reply.send(self.books.client_greets(&client, lease, mark, now)));
+            }
             Command::Reclaim(object) => self.books.reclaim(object),
             Command::Health(reply) => drop(reply.send(self.books.health(now))),
             Command::Close => return false,

@@ -119,10 +119,11 @@ impl Reservation {
     /// The bytes of one tensor. They hold whatever was there before.
     ///
     /// # Panics
-    /// If there is no such tensor, or its region is taken.
+    /// If there is no such tensor, its region is taken, or the arena is in device memory, which is
+    /// written at the address of [`Self::take`]'s region.
     pub fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
         let region = self.regions[sample][object].as_mut().expect("the region is not taken");
-        region.as_mut_bytes().expect("the backings of an arena are host memory")
+        region.as_mut_bytes().expect("an arena in host memory")
     }
 
     /// Hands the region of one tensor to a writer, on whatever thread. It has to come back through
@@ -181,8 +182,8 @@ impl Reservation {
                 .remedy("put every region back before publishing"));
         }
         drop(regions); // no writer is left
-        let seqs = guard.publish()?.await.map_err(|_| closed("publish"))??;
-        let mut seqs = seqs.into_iter();
+        let births = guard.publish()?.await.map_err(|_| closed("publish"))??;
+        let mut seqs = births.heard().into_iter().map(|(_, seq)| seq);
         let object = |object: ReservedObject, seq| PublishedObject {
             name: object.name,
             meta: object.meta,
@@ -228,6 +229,32 @@ pub(crate) fn plan(batch: Vec<SamplePlan>, replace: bool) -> Result<(BatchPlan, 
     Ok((BatchPlan { samples: batch.iter().map(planned).collect(), replace }, batch))
 }
 
+/// What a batch has become. Freed again if nobody takes it, wherever the message was by then.
+pub(crate) struct Births {
+    lives: Vec<(u32, Sequence)>, // objects of the books
+    commands: Sender<Command>,
+}
+
+impl Births {
+    pub(crate) fn new(lives: Vec<(u32, Sequence)>, commands: Sender<Command>) -> Self {
+        Self { lives, commands }
+    }
+
+    /// The objects; from here on they stay.
+    pub(crate) fn heard(mut self) -> Vec<(u32, Sequence)> {
+        std::mem::take(&mut self.lives)
+    }
+}
+
+impl Drop for Births {
+    fn drop(&mut self) {
+        if !self.lives.is_empty() {
+            // A closed arena needs no range back.
+            let _ = self.commands.send(Command::Unpublish(std::mem::take(&mut self.lives)));
+        }
+    }
+}
+
 /// Kept by every region of a batch: the last one to go gives the batch up, unless it was settled.
 pub(crate) struct FillGuard {
     batch: u32,
@@ -241,7 +268,7 @@ impl FillGuard {
         Self { batch, settled: AtomicBool::new(false), commands, backing }
     }
 
-    fn publish(&self) -> Result<oneshot::Receiver<Result<Vec<Sequence>>>> {
+    fn publish(&self) -> Result<oneshot::Receiver<Result<Births>>> {
         let (reply, answer) = oneshot::channel();
         self.settled.store(true, Ordering::Relaxed);
         self.commands

@@ -67,17 +67,77 @@ impl<'a> RawObject<'a> {
         self.fields.iter().map(|(name, value)| (&**name, value.get()))
     }
 
-    /// A field parsed as `T`; the name comes back when it is missing or of another type.
-    pub(crate) fn field<T: Deserialize<'a>>(&self, name: &'static str) -> Result<T, &'static str> {
-        self.get(name).and_then(|raw| serde_json::from_str(raw).ok()).ok_or(name)
+    /// A field parsed as `T`.
+    pub(crate) fn field<T: Deserialize<'a>>(&self, name: &'static str) -> Result<T, FieldFault> {
+        self.optional(name)?.ok_or(FieldFault { name, why: Fault::Missing })
     }
 
     /// A field that may be missing or null.
     pub(crate) fn optional<T: Deserialize<'a>>(
         &self,
         name: &'static str,
-    ) -> Result<Option<T>, &'static str> {
-        self.get(name).map(|raw| serde_json::from_str(raw).map_err(|_| name)).transpose()
+    ) -> Result<Option<T>, FieldFault> {
+        let parse = |raw| {
+            serde_json::from_str(raw)
+                .map_err(|e| FieldFault { name, why: Fault::Type(Mismatch::of(&e)) })
+        };
+        self.get(name).map(parse).transpose()
+    }
+}
+
+/// A field that is not what it has to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FieldFault {
+    pub(crate) name: &'static str,
+    pub(crate) why: Fault,
+}
+
+/// What is wrong with a value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    Missing,
+    Type(Mismatch),
+    /// The right type, and yet no value that can be used.
+    Value,
+}
+
+impl From<&'static str> for FieldFault {
+    fn from(name: &'static str) -> Self {
+        Self { name, why: Fault::Value }
+    }
+}
+
+/// What type a value has to have, and which it has. Types only: a value may be a secret.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Mismatch {
+    pub(crate) expected: String,
+    pub(crate) found: String,
+}
+
+impl Mismatch {
+    /// Takes the types out of "invalid type: string \"x\", expected u64 at line 1 column 2".
+    pub(crate) fn of(error: &serde_json::Error) -> Self {
+        let text = error.to_string();
+        let text = text.rsplit_once(" at line ").map_or(&*text, |(text, _)| text);
+        let types = text.strip_prefix("invalid type: ").or(text.strip_prefix("invalid value: "));
+        let types = types.and_then(|types| types.rsplit_once(", expected "));
+        let (found, expected) = types.unwrap_or(("another", "another value"));
+        let end = found.find(['`', '"']).unwrap_or(found.len());
+        let name = |text: &str| {
+            match text.trim() {
+                "integer" => "a whole number",
+                "u64" | "u32" | "u16" | "u8" | "usize" => "a whole number, not negative",
+                "i64" | "i32" => "a whole number",
+                "floating point" | "f64" => "a number",
+                "boolean" => "a boolean",
+                "string" => "a string",
+                "sequence" => "a list",
+                "map" => "an object",
+                other => return other.chars().take(80).collect(),
+            }
+            .to_owned()
+        };
+        Self { expected: name(expected), found: name(&found[..end]) }
     }
 }
 
@@ -121,10 +181,10 @@ impl<'de: 'a, 'a> Deserialize<'de> for Found<'a> {
 pub(crate) struct Text<'a>(#[serde(borrow)] pub(crate) Cow<'a, str>);
 
 /// Why a text is no usable list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ListFault {
     Syntax { at: usize },
-    Type,
+    Type(Mismatch),
     TooMany,
 }
 
@@ -139,7 +199,7 @@ pub(crate) fn bounded_list<'a, T: Deserialize<'a>>(
     let list = seed.deserialize(&mut deserializer).and_then(|l| deserializer.end().map(|()| l));
     list.map_err(|error| match error.classify() {
         _ if exceeded => ListFault::TooMany,
-        serde_json::error::Category::Data => ListFault::Type,
+        serde_json::error::Category::Data => ListFault::Type(Mismatch::of(&error)),
         _ => ListFault::Syntax { at: byte_position(text, &error) },
     })
 }
@@ -255,7 +315,12 @@ mod tests {
         let object = RawObject::parse(r#" {"a\u0062":[1,2],"c":null} "#).unwrap();
         assert_eq!(object.field::<Vec<u64>>("ab"), Ok(vec![1, 2]));
         assert_eq!(object.get("c"), None);
-        assert_eq!(object.field::<u64>("ab"), Err("ab"));
+        let why = Fault::Type(Mismatch {
+            expected: "a whole number, not negative".into(),
+            found: "a list".into(),
+        });
+        assert_eq!(object.field::<u64>("ab"), Err(FieldFault { name: "ab", why }));
+        assert_eq!(object.field::<u64>("c"), Err(FieldFault { name: "c", why: Fault::Missing }));
         assert_eq!(object.optional::<u64>("c"), Ok(None));
         let fault = |text: &str| RawObject::parse(text).unwrap_err();
         assert_eq!(fault(r#"{"a":1,"\u0061":1}"#), ObjectFault::Duplicate);
@@ -269,9 +334,28 @@ mod tests {
     fn lists_are_bounded() {
         assert_eq!(bounded_list::<u8>("[1, 2]", 2), Ok(vec![1, 2]));
         assert_eq!(bounded_list::<u8>("[1,2,3", 2), Err(ListFault::TooMany));
-        assert_eq!(bounded_list::<u8>("[1,\"\"]", 2), Err(ListFault::Type));
+        assert!(matches!(bounded_list::<u8>("[1,\"\"]", 2), Err(ListFault::Type(_))));
         assert_eq!(bounded_list::<u8>("[1", 2), Err(ListFault::Syntax { at: 2 }));
         assert_eq!(bounded_list::<u8>("[1]x", 2), Err(ListFault::Syntax { at: 4 }));
+    }
+
+    #[test]
+    fn mismatches_name_types_and_never_values() {
+        fn found<'a, T: Deserialize<'a> + fmt::Debug>(text: &'a str) -> (String, String) {
+            let Mismatch { expected, found } =
+                Mismatch::of(&serde_json::from_str::<T>(text).unwrap_err());
+            (expected, found)
+        }
+        let pair = |expected: &str, found: &str| (expected.to_owned(), found.to_owned());
+        assert_eq!(found::<Text<'_>>("[5]"), pair("a string", "a list"));
+        assert_eq!(found::<Text<'_>>("5"), pair("a string", "a whole number"));
+        assert_eq!(found::<i64>("1.5"), pair("a whole number", "a number"));
+        assert_eq!(found::<bool>("{}"), pair("a boolean", "an object"));
+        assert_eq!(found::<u64>("-7"), pair("a whole number, not negative", "a whole number"));
+        let secret = r#""hush, expected `hush` at line \" hush""#;
+        assert_eq!(found::<bool>(secret), pair("a boolean", "a string"));
+        assert!(!format!("{:?}", found::<Vec<u8>>(secret)).contains("hush"));
+        assert!(!format!("{:?}", found::<u8>("\"hush")).contains("hush"));
     }
 
     #[test]

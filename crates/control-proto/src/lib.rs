@@ -5,6 +5,7 @@
 //! - [`control`]: the line protocol between trainers and a capture server, which frees what was
 //!   captured;
 //! - [`token`]: the acknowledged control protocol of token-authenticated captures;
+//! - [`fd_grant`]: what comes with the file descriptor of device memory;
 //! - [`mooncake`]: the peer handshake and the tcp data frames of Mooncake's transfer engine.
 //!
 //! What a peer sends is never trusted: lengths, counts and nesting are bounded, arithmetic is
@@ -13,6 +14,7 @@
 
 pub mod capture;
 pub mod control;
+pub mod fd_grant;
 #[doc(hidden)]
 pub mod fuzzing;
 mod json;

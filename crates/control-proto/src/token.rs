@@ -115,7 +115,7 @@ impl Request {
         if !batch {
             return Ok(Self::One { verb, token, item: Item::parse(&object)?, reason });
         }
-        let raw = object.get("items").ok_or_else(|| READ.field("items"))?;
+        let raw = object.get("items").ok_or_else(|| READ.missing("items"))?;
         let items: Vec<&serde_json::value::RawValue> =
             bounded_list(raw, MAX_ITEMS).map_err(|fault| READ.list("items", fault))?;
         if items.is_empty() {

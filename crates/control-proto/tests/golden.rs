@@ -21,7 +21,7 @@ use control_proto::{
 use indexmap::IndexMap;
 use transport_core::{
     ArenaLocation, ClientId, Descriptor, Dtype, Epoch, FeatureDescriptor, FeatureName, Generation,
-    Health, Location, RemoteAddr, SampleId, SampleKey, Sequence, StoreId, TensorMeta,
+    Health, Location, MapMark, RemoteAddr, SampleId, SampleKey, Sequence, StoreId, TensorMeta,
     TokenLocation,
 };
 
@@ -436,7 +436,11 @@ fn control_lines_are_read() {
     let Request::Free { id: 2, epoch: EPOCH, objects } = &parsed[4] else { panic!("not a free") };
     let found: Vec<_> = objects.iter().collect();
     assert_eq!(found, [(&*hidden, Some(Sequence(7))), (&*mask, Some(Sequence(8)))]);
-    assert_eq!(parsed[5..], [Request::Health { id: 3 }, Request::Ping { id: 4 }, Request::Bye]);
+    let mapped = hello(None).mapping(MapMark(4_503_599_627_370_499));
+    assert_eq!(
+        parsed[5..],
+        [Request::Health { id: 3 }, Request::Ping { id: 4 }, Request::Bye, Request::Hello(mapped)]
+    );
 
     let responses = lines("control/responses.jsonl");
     let parsed: Vec<_> =
@@ -550,4 +554,38 @@ fn mooncake_frames_are_written() {
     }
     assert_eq!(Status::Ok.encode()[..], hex("mooncake/status_ok.hex"));
     assert_eq!(Status::AddressRejected.encode()[..], hex("mooncake/status_rejected.hex"));
+}
+
+/// What is wrong with one tensor of many samples must be found by its reader.
+#[test]
+fn a_bad_tensor_is_named_with_its_sample_wherever_it_stands() {
+    use control_proto::capture::{SampleRequest, parse_result};
+    let limits = control_proto::capture::Limits::default();
+    let bad = [
+        (r#""shape":[2],"dtype":"float7""#, "float7"),
+        (r#""shape":[-2],"dtype":"int64""#, "-2"),
+        (r#""shape":[9223372036854775807,2],"dtype":"int64""#, "9223372036854775807"),
+        (r#""shape":"two","dtype":"int64""#, "two"),
+        (r#""shape":[2]"#, "dtype"),
+        (r#""dtype":"int64""#, "shape"),
+    ];
+    let sample = r#""store_id":"run0","sample_id":"task-7","gen":1"#;
+    for (meta, found) in bad {
+        let carried = format!(r#"{{"name":"mask","data":[1,2],{meta}}}"#);
+        let request = format!(r#"{{{sample},"passthrough":[{carried}]}}"#);
+        let result = format!(r#"{{{sample},"features":{{"mask":{{{meta}}}}}}}"#);
+        let line = format!(
+            r#"{{"sample_id":"task-7","run_id":"r","source_task_id":null,"feature_store_uri":"mooncake://run0/task-7","feature_keys":{{}},"feature_specs":{{"mask":{{"name":"mask",{meta}}}}},"strategy":"s","metadata":{{}}}}"#
+        );
+        for (what, error) in [
+            ("request", SampleRequest::parse(&request, &limits).unwrap_err()),
+            ("result", parse_result(&result, &limits).unwrap_err()),
+            ("reference", SampleRef::parse(line.as_bytes()).unwrap_err()),
+        ] {
+            assert_eq!(error.context("feature"), Some("\"mask\""), "{what}: {error}");
+            let sample = error.context("sample").unwrap_or_default();
+            assert!(sample.contains("task-7"), "{what}: {error}");
+            assert!(error.to_string().contains(found), "{what}: {error}");
+        }
+    }
 }

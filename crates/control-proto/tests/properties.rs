@@ -18,7 +18,7 @@ use indexmap::IndexMap;
 use proptest::{collection::vec, option, prelude::*, sample::Index};
 use transport_core::{
     ArenaLocation, ClientId, Descriptor, Dtype, Epoch, FeatureDescriptor, FeatureName, Generation,
-    Location, RemoteAddr, SampleId, SampleKey, Sequence, SessionName, StoreId, TensorMeta,
+    Location, MapMark, RemoteAddr, SampleId, SampleKey, Sequence, SessionName, StoreId, TensorMeta,
     TokenLocation,
 };
 
@@ -222,13 +222,15 @@ proptest! {
         objects in vec((key(), option::of(any::<u64>().prop_map(Sequence))), 0..30),
         lease in 1..86_400_001u64,
         token in option::of("[ -~]{1,40}"),
+        mapping in option::of(1..=MapMark::MAX.0),
     ) {
         let limits = Limits::default();
-        let hello = Hello::new(
+        let mut hello = Hello::new(
             ClientId::random(),
             Duration::from_millis(lease),
             token.map(|token| Secret::new(token).unwrap()),
         );
+        hello.mapping = mapping.map(MapMark);
         let given = || objects.iter().map(|(key, seq)| (key, *seq));
         let mut out = Vec::new();
         control::write_hello(&mut out, &hello);

@@ -1,27 +1,27 @@
 //! Choosing a transport: once, from the configuration and a probe, with the reasons kept.
 
-use std::{
-    fmt,
-    io::{Read, Write},
-    net::{TcpStream, ToSocketAddrs},
-    sync::Arc,
-    time::{Duration, Instant},
-};
+#[cfg(feature = "direct")]
+mod direct;
+#[cfg_attr(
+    not(all(feature = "direct", any(feature = "mooncake", feature = "mooncake-python"))),
+    path = "choose/engine/absent.rs"
+)]
+mod engine;
+#[cfg(feature = "store")]
+pub(crate) mod store;
 
-use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
-use control_proto::control::{Hello, Limits, Response, write_bye, write_hello};
+use std::{fmt, sync::Arc};
+
 use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, SessionName, Transport};
-use transport_mooncake_direct::{DirectTransport, Engine};
 
 use crate::config::{Config, TransportChoice};
 
-/// Longest time that one server may take to answer a probe.
-const PROBE: Duration = Duration::from_secs(5);
 /// Receive pool where none is configured.
+#[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
 const DEFAULT_POOL: ByteSize = ByteSize::mib(2048);
 
 /// What was considered, and what came of it.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[non_exhaustive]
 pub struct Choice {
     /// Every transport that exists here, best first.
@@ -31,11 +31,11 @@ pub struct Choice {
 }
 
 /// One transport that was considered.
-#[derive(Clone, Debug, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[non_exhaustive]
 pub struct Candidate {
-    /// Its name.
-    pub transport: &'static str,
+    /// Its name, such as `shm`.
+    pub scheme: String,
     /// Whether it works between this process and the servers.
     pub available: bool,
     /// Whether the configuration allows it.
@@ -47,15 +47,22 @@ pub struct Candidate {
 }
 
 impl Choice {
+    /// Why the chosen one was chosen.
+    #[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
+    pub(crate) fn reason(&self) -> &str {
+        let chosen = self.candidates.iter().find(|c| c.scheme == self.chosen);
+        chosen.map_or("", |c| c.reason.as_str())
+    }
+
     /// The choice as a small table, a line each.
     pub fn lines(&self) -> impl Iterator<Item = String> + '_ {
         let head = "transport  available  configured  suitable  reason".to_owned();
         let yes = |flag| if flag { "yes" } else { "no" };
         let row = move |c: &Candidate| {
-            let chosen = if c.transport == self.chosen { "*" } else { " " };
+            let chosen = if c.scheme == self.chosen { "*" } else { " " };
             format!(
                 "{chosen} {:<9}{:<11}{:<12}{:<10}{}",
-                c.transport,
+                c.scheme,
                 yes(c.available),
                 yes(c.configured),
                 yes(c.suitable),
@@ -75,6 +82,17 @@ impl fmt::Display for Choice {
     }
 }
 
+/// What a probe says of one transport: whether it works, and why or why not.
+type Finding = Result<String, String>;
+
+/// What a probe of the servers found.
+struct Probe {
+    shm: Finding,
+    tcp: Finding,
+    /// Why a server could not be asked at all, where one could not.
+    unreachable: Option<Error>,
+}
+
 /// Chooses, and puts the transport together.
 pub(crate) async fn open(
     config: &Config,
@@ -87,95 +105,151 @@ pub(crate) async fn open(
             Error::new(ErrorKind::Unexpected, "choose", "the probe panicked").source(e)
         })??
     };
-    let reason = choice.candidates.iter().find(|c| c.transport == choice.chosen);
-    let mut builder = DirectTransport::builder()
-        .client_id(client.clone())
-        .lease(config.lease)
-        .reason(reason.map_or("", |c| c.reason.as_str()));
-    if let Some(token) = &config.token {
-        builder = builder.token(token.clone());
-    }
-    builder = if choice.chosen == "shm" {
-        builder.engine(Engine::Shm)
-    } else {
-        let pool = config.pool.unwrap_or(DEFAULT_POOL);
-        builder.engine(Engine::Tcp).pool(RegionPool::new(Backing::heap(pool.get())?)?)
-    };
-    let transport = Arc::new(builder.build()?);
-    announce(transport.clone(), servers.to_vec()).await;
+    let transport = connect(config, servers, client, &choice).await?;
     Ok((transport, choice))
 }
 
-/// Tells the servers who this client is, before anything is captured for it: what is published for
-/// it from then on is held for it, and its first fetch needs no round trip of its own.
-async fn announce(transport: Arc<DirectTransport>, servers: Vec<SessionName>) {
-    let announced = tokio::task::spawn_blocking(move || {
-        for server in servers {
-            if let Err(error) = transport.announce(&server, Instant::now() + PROBE) {
-                // Older servers know no clients; a fetch works without, and says what is wrong.
-                tracing::debug!(%server, %error, "not announced");
-            }
+/// Puts the chosen transport together.
+async fn connect(
+    config: &Config,
+    servers: &[SessionName],
+    client: &ClientId,
+    choice: &Choice,
+) -> Result<Arc<dyn Transport>> {
+    match choice.chosen.as_str() {
+        #[cfg(feature = "store")]
+        "store" => store::connect(config, choice).await,
+        #[cfg(feature = "direct")]
+        "shm" | "tcp" | "mooncake" => direct::connect(config, servers, client, choice).await,
+        absent => {
+            let _ = (config, servers, client); // a build without any transport
+            Err(Error::new(ErrorKind::Unsupported, "open", "this build has no such transport")
+                .with("transport", absent))
         }
-    });
-    if announced.await.is_err() {
-        tracing::error!("announcing this client panicked");
     }
+}
+
+/// What a survey looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// What the configuration asks for.
+    Asked,
+    /// Everything that this build has.
+    #[cfg_attr(not(feature = "cli"), allow(dead_code))]
+    Everything,
+}
+
+/// Every transport that this build knows, best first, and why a server could not be asked at all,
+/// where one could not. Blocks.
+pub(crate) fn survey(
+    config: &Config,
+    servers: &[SessionName],
+    scope: Scope,
+) -> (Vec<Candidate>, Option<Error>) {
+    let asked = config.transport;
+    let stores = asked == TransportChoice::Store;
+    let everything = scope == Scope::Everything;
+    let Probe { shm, tcp, unreachable } = if everything || !stores {
+        probe(config, servers)
+    } else {
+        let left_out = || Err("not probed, because the store is asked for".to_owned());
+        Probe { shm: left_out(), tcp: left_out(), unreachable: None }
+    };
+    let store = if everything || stores {
+        probe_store(config)
+    } else {
+        Err("not probed; ask for it by name: transport = store".to_owned())
+    };
+    let candidate = |scheme: &str, configured, finding: Finding| Candidate {
+        scheme: scheme.to_owned(),
+        available: finding.is_ok(),
+        configured,
+        suitable: finding.is_ok(),
+        reason: finding.unwrap_or_else(|why| why),
+    };
+    // Nothing that it reaches is out of reach of tcp, unless another protocol is asked for.
+    let engine = match asked {
+        TransportChoice::Mooncake => engine::probe(&config.mooncake),
+        _ if everything => engine::look(&config.mooncake),
+        _ => Err("not probed; ask for it by name: transport = mooncake".to_owned()),
+    };
+    let auto = asked == TransportChoice::Auto;
+    let mut candidates = vec![
+        candidate("shm", auto || asked == TransportChoice::Shm, shm),
+        candidate("tcp", auto || asked == TransportChoice::Tcp, tcp),
+        // Where a sample is was decided by who published it: nothing that is found here takes it
+        // from a server's memory to the store.
+        candidate("store", stores, store),
+        candidate("mooncake", asked == TransportChoice::Mooncake, engine),
+    ];
+    if candidates[0].available && candidates[0].configured {
+        candidates[1].suitable = asked == TransportChoice::Tcp; // a copy that shm spares
+    }
+    for by_name in &mut candidates[2..] {
+        by_name.suitable &= by_name.configured;
+    }
+    (candidates, unreachable)
+}
+
+#[cfg(feature = "direct")]
+use direct::probe;
+
+#[cfg(not(feature = "direct"))]
+fn probe(_: &Config, _: &[SessionName]) -> Probe {
+    let absent = || Err("built without the feature direct".to_owned());
+    Probe { shm: absent(), tcp: absent(), unreachable: None }
+}
+
+#[cfg(feature = "store")]
+fn probe_store(config: &Config) -> Finding {
+    store::probe(&config.mooncake)
+}
+
+#[cfg(not(feature = "store"))]
+fn probe_store(_: &Config) -> Finding {
+    Err("built without Mooncake; build with --features mooncake-python for the wheel, or mooncake \
+         for a library"
+        .to_owned())
 }
 
 /// Decides which transport reads from `servers`, given by their control addresses.
 ///
 /// `shm` is available when the memory of every server really can be mapped here; `tcp` when every
-/// server answers. Nothing is left connected. Blocks.
+/// server answers. The others have to be asked for by name: `store` is available when Mooncake is here
+/// and its master answers, `mooncake` when Mooncake is here and runs the configured protocol. Nothing is left connected. Blocks, for at most 5 s a server.
 ///
 /// # Errors
-/// In strict mode, or for a transport asked for by name, when that one is not available; and when
-/// none is.
+/// - [`ErrorKind::PeerGone`] or [`ErrorKind::Timeout`], temporary: a server does not answer.
+/// - [`ErrorKind::PermissionDenied`], permanent: a server refuses the token.
+/// - [`ErrorKind::Protocol`], permanent: what answers is no control listener.
+/// - [`ErrorKind::Unsupported`], permanent: the transport asked for by name is not available or,
+///   in strict mode, the best one is not.
 pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
+    let (candidates, unreachable) = survey(config, servers, Scope::Asked);
+    decide(config, candidates, unreachable)
+}
+
+/// Takes the first candidate that is available and configured.
+pub(crate) fn decide(
+    config: &Config,
+    candidates: Vec<Candidate>,
+    unreachable: Option<Error>,
+) -> Result<Choice> {
     let asked = config.transport;
-    let mut shm = Ok(());
-    let mut tcp = Ok(());
-    for server in servers {
-        match greet(server, config) {
-            Ok(shared) if shm.is_ok() => {
-                shm = shared.and_then(|h| MappedBacking::open(&h).map(drop))
-            }
-            Ok(_) => {}
-            Err(error) => {
-                shm = shm.and(Err(Error::new(error.kind(), "probe shm", error.to_string())));
-                tcp = tcp.and(Err(error));
-            }
-        }
-    }
-    let candidate = |transport, choice, outcome: &Result<()>, good: &str| Candidate {
-        transport,
-        available: outcome.is_ok(),
-        configured: asked == TransportChoice::Auto || asked == choice,
-        suitable: outcome.is_ok(),
-        reason: match outcome {
-            Ok(()) => good.to_owned(),
-            Err(error) => error.to_string(),
-        },
-    };
-    let mut candidates = vec![
-        candidate("shm", TransportChoice::Shm, &shm, "every server's memory is mapped; no copies"),
-        candidate("tcp", TransportChoice::Tcp, &tcp, "every server answers; one copy"),
-    ];
-    if candidates[0].available && candidates[0].configured {
-        candidates[1].suitable = asked == TransportChoice::Tcp; // a copy that shm spares
-    }
     let usable = candidates.iter().find(|c| c.available && c.configured);
-    let Some(chosen) = usable.map(|c| c.transport.to_owned()) else {
-        let why: Vec<String> = candidates
-            .iter()
-            .filter(|c| c.configured)
-            .map(|c| format!("{}: {}", c.transport, c.reason))
-            .collect();
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            "choose transport",
-            format!("{asked} is not available: {}", why.join("; ")),
-        )
-        .remedy("start the servers on this host as the same user for shm, or choose tcp"));
+    let Some(chosen) = usable.map(|c| c.scheme.clone()) else {
+        if let Some(cause) = unreachable {
+            return Err(cause); // no transport of this kind is to blame
+        }
+        let why = candidates.iter().filter(|c| c.configured);
+        let why: Vec<String> =
+            why.map(|c| format!("{} is not available: {}", c.scheme, c.reason)).collect();
+        let error = Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "));
+        return Err(match asked {
+            TransportChoice::Store | TransportChoice::Mooncake => error,
+            _ => error
+                .remedy("start the servers on this host as the same user for shm, or choose tcp"),
+        });
     };
     if config.strict && asked == TransportChoice::Auto && chosen != "shm" {
         return Err(Error::new(
@@ -189,65 +263,4 @@ pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
         .remedy("name the transport, such as --transport tcp, or leave strict mode"));
     }
     Ok(Choice { candidates, chosen })
-}
-
-/// Says hello to a server's control listener: how its memory is mapped, or why it cannot be.
-fn greet(server: &SessionName, config: &Config) -> Result<Result<SharedHandle>> {
-    let fail = |e| Error::io("probe server", e).with("server", server);
-    let end = Instant::now() + PROBE;
-    let mut addresses = (server.host(), server.port()).to_socket_addrs().map_err(fail)?;
-    let address = addresses.next().ok_or_else(|| {
-        Error::new(ErrorKind::NotFound, "probe server", "the name has no address")
-            .with("server", server)
-    })?;
-    let mut stream = TcpStream::connect_timeout(&address, PROBE).map_err(fail)?;
-    stream.set_write_timeout(Some(PROBE)).map_err(fail)?;
-    let hello = Hello::new(ClientId::random(), config.lease, config.token.clone());
-    let mut line = Vec::new();
-    write_hello(&mut line, &hello);
-    stream.write_all(&line).map_err(fail)?;
-    let limits = Limits::default();
-    let mut reply = Vec::new();
-    while !reply.ends_with(b"\n") {
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() || reply.len() > limits.line_bytes {
-            return Ok(Err(no_shm(server, "it does not answer hello: an older server")));
-        }
-        stream.set_read_timeout(Some(left)).map_err(fail)?;
-        let mut byte = [0; 4096];
-        match stream.read(&mut byte) {
-            Ok(0) => return Ok(Err(no_shm(server, "it closed instead of answering hello"))),
-            Ok(n) => reply.extend_from_slice(&byte[..n]),
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
-            Err(e) => return Err(fail(e)),
-        }
-    }
-    let mut bye = Vec::new();
-    write_bye(&mut bye);
-    let _ = stream.write_all(&bye); // the probe holds nothing that a lost goodbye could keep
-    let end_of_line = reply.iter().position(|&b| b == b'\n').unwrap_or(reply.len());
-    match Response::parse(&reply[..end_of_line], &limits)? {
-        Response::Hello(hello) => Ok(match hello.arena.shm {
-            None => Err(no_shm(server, "its arena is private memory")),
-            Some(shm) => Ok(SharedHandle {
-                boot_id: shm.boot_id,
-                pid: shm.pid,
-                fd: shm.fd,
-                dev: shm.dev,
-                ino: shm.ino,
-                bytes: hello.arena.bytes,
-            }),
-        }),
-        Response::Error { code, message, .. } => {
-            Err(Error::new(ErrorKind::PermissionDenied, "probe server", message)
-                .with("server", server)
-                .with("code", code.as_str()))
-        }
-        _ => Err(Error::new(ErrorKind::Protocol, "probe server", "not an answer to hello")
-            .with("server", server)),
-    }
-}
-
-fn no_shm(server: &SessionName, why: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, "probe shm", why).with("server", server)
 }

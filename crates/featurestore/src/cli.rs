@@ -1,6 +1,11 @@
 //! Commands and flags.
 
+mod doctor;
+mod flags;
 mod launch;
+mod mooncake;
+#[cfg(feature = "rollout")]
+mod rollout;
 
 use std::{
     io::{IsTerminal, Write},
@@ -11,7 +16,7 @@ use std::{
 
 use clap::{Args, Parser, Subcommand};
 use featurestore::{
-    Config, ServerConfig, Settings, TransportChoice,
+    Config, ServerConfig, Settings,
     config::Problems,
     input::Folder,
     pipeline::{self, Options, Preset},
@@ -19,8 +24,9 @@ use featurestore::{
     source::Source,
     workload::Model,
 };
+use flags::{Flags, OfPipeline, OfServer};
 use tracing_subscriber::EnvFilter;
-use transport_core::{ByteSize, Error, ErrorKind, Result};
+use transport_core::{Error, ErrorKind, Result};
 
 /// Moves captured tensors from inference servers to trainers.
 #[derive(Debug, Parser)]
@@ -36,6 +42,8 @@ Examples:
   featurestore pipeline --paper --json           the published benchmark's load
   featurestore pipeline --input DIR              real captures (*.safetensors)
   featurestore capture-server --arena 2GiB       one capture server
+  featurestore rollout bench                     puts and gets across processes, by shm
+  featurestore doctor                            what works here, and why
   featurestore config show --config FILE         settings in force, with their sources
   featurestore plan run.toml                     what each role of a run is started with
 
@@ -48,6 +56,12 @@ enum Command {
     Pipeline(Box<PipelineArgs>),
     /// Owns an arena and answers POST /generate with captures; GET /health, GET /metrics.
     CaptureServer(Box<ServerArgs>),
+    /// Says what this machine can do and whether the configured transport can be used.
+    Doctor(Box<doctor::DoctorArgs>),
+    /// Puts, gets, inspects and measures rollouts; reads and writes Mooncake's objects.
+    #[cfg(feature = "rollout")]
+    #[command(subcommand)]
+    Rollout(Box<rollout::RolloutCommand>),
     /// Prints what each role of a run is started with: command line and environment.
     Plan(launch::PlanArgs),
     /// Shows and checks settings.
@@ -105,6 +119,7 @@ impl ModelArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = flags::elsewhere())]
 struct PipelineArgs {
     /// Synthetic samples to move.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(0..=10_000_000))]
@@ -116,15 +131,8 @@ struct PipelineArgs {
     /// here: arena, arena_kind, transport, strict, pool, lease, deadline, token.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Arena of each server [default: 2GiB].
-    #[arg(long)]
-    arena: Option<ByteSize>,
-    /// How the trainer reads: auto, shm or tcp [default: auto].
-    #[arg(long)]
-    transport: Option<TransportChoice>,
-    /// Fail when the best transport is not available, rather than take another.
-    #[arg(long)]
-    strict: bool,
+    #[command(flatten)]
+    flags: Flags<OfPipeline>,
     /// Samples acknowledged together, as at an optimizer step.
     #[arg(long, default_value_t = 16)]
     quantum: usize,
@@ -146,9 +154,6 @@ struct PipelineArgs {
     /// The published benchmark's load: 512 samples, 659,071 tokens, 40,503,867,376 bytes.
     #[arg(long, conflicts_with_all = ["samples", "max_length", "hidden", "taps", "input"])]
     paper: bool,
-    /// Receive pool of the trainer; sized from the samples if not given.
-    #[arg(long)]
-    pool: Option<ByteSize>,
     /// Send requests in the plugin form rather than the patch form.
     #[arg(long)]
     plugin: bool,
@@ -162,95 +167,19 @@ struct PipelineArgs {
     model: ModelArgs,
 }
 
-impl PipelineArgs {
-    fn settings(&self) -> Result<Settings> {
-        let mut settings = layered(self.config.as_deref())?.or_default("arena", "2GiB")?;
-        let given = [
-            ("arena", self.arena.map(|size| size.to_string())),
-            ("transport", self.transport.map(|choice| choice.to_string())),
-            ("pool", self.pool.map(|size| size.to_string())),
-            ("strict", self.strict.then(|| "true".to_owned())),
-        ];
-        for (name, value) in given {
-            if let Some(value) = value {
-                settings.set(name, value)?;
-            }
-        }
-        Ok(settings)
-    }
-}
-
 #[derive(Debug, Args)]
+#[command(after_help = flags::elsewhere())]
 struct ServerArgs {
     /// TOML file with settings; flags and FEATURESTORE_* variables come before it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Size of the arena, such as 2GiB. Required here, in the environment or in the file.
-    #[arg(long)]
-    arena: Option<String>,
-    /// shared (other processes can map it) or heap.
-    #[arg(long)]
-    arena_kind: Option<String>,
-    /// HTTP address; port 0 picks a free one.
-    #[arg(long)]
-    http: Option<String>,
-    /// Address of the peer handshake that data sessions name.
-    #[arg(long)]
-    data: Option<String>,
-    /// Address of the control listener.
-    #[arg(long)]
-    control: Option<String>,
-    /// Host that descriptors name.
-    #[arg(long)]
-    advertise: Option<String>,
-    /// Comma-separated networks that may connect.
-    #[arg(long)]
-    allow: Option<String>,
-    /// Samples worked on or waiting; more are put off with 503.
-    #[arg(long)]
-    max_in_flight: Option<String>,
-    /// Threads that fill captured tensors.
-    #[arg(long)]
-    fill_threads: Option<String>,
-    /// Samples a second that are captured at most, such as 67.3.
-    #[arg(long)]
-    rate: Option<String>,
-    /// Longest wait for room in the arena.
-    #[arg(long)]
-    deadline: Option<String>,
-    /// Lease of clients that have not announced themselves.
-    #[arg(long)]
-    lease: Option<String>,
+    #[command(flatten)]
+    flags: Flags<OfServer>,
     /// End when standard input ends, so that the server never outlives who started it.
     #[arg(long)]
     exit_with_parent: bool,
     #[command(flatten)]
     model: ModelArgs,
-}
-
-impl ServerArgs {
-    fn settings(&self) -> Result<Settings> {
-        let mut settings = layered(self.config.as_deref())?;
-        for (name, value) in [
-            ("arena", &self.arena),
-            ("arena_kind", &self.arena_kind),
-            ("http", &self.http),
-            ("data", &self.data),
-            ("control", &self.control),
-            ("advertise", &self.advertise),
-            ("allow", &self.allow),
-            ("max_in_flight", &self.max_in_flight),
-            ("fill_threads", &self.fill_threads),
-            ("rate", &self.rate),
-            ("deadline", &self.deadline),
-            ("lease", &self.lease),
-        ] {
-            if let Some(value) = value {
-                settings.set(name, value.clone())?;
-            }
-        }
-        Ok(settings)
-    }
 }
 
 fn rate(text: &str) -> Result<f64, String> {
@@ -263,7 +192,7 @@ fn layered(file: Option<&std::path::Path>) -> Result<Settings> {
         Some(file) => Settings::new().file(file)?,
         None => Settings::new(),
     };
-    Ok(settings.environment(|name| std::env::var(name).ok()))
+    settings.environment(std::env::vars_os())
 }
 
 pub(crate) fn run() -> ExitCode {
@@ -276,7 +205,10 @@ pub(crate) fn run() -> ExitCode {
         .init();
     let outcome = match cli.command {
         Command::Pipeline(args) => pipeline(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::CaptureServer(args) => capture_server(&args),
+        #[cfg(feature = "rollout")]
+        Command::Rollout(command) => rollout::run(*command),
         Command::Plan(args) => launch::plan(&args),
         Command::Config(ConfigCommand::Check(run)) => launch::check(&run),
         Command::Config(ConfigCommand::Explain(run)) => launch::explain(&run),
@@ -300,7 +232,7 @@ fn runtime(workers: usize, blocking: usize) -> Result<tokio::runtime::Runtime> {
 }
 
 fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
-    let settings = args.settings()?;
+    let settings = args.flags.over(layered(args.config.as_deref())?)?;
     let config = Config::from_settings(&settings)?;
     let mut options = Options::default();
     options.samples = args.samples as usize;
@@ -309,6 +241,7 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.config.clone_from(&args.config);
     options.transport = config.transport;
     options.strict = config.strict;
+    options.mooncake = config.mooncake;
     options.pool = config.pool;
     options.quantum = args.quantum;
     options.concurrency = args.concurrency;
@@ -346,13 +279,15 @@ fn say(line: impl std::fmt::Display) -> Result<()> {
 
 fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
     let config = Config::from_settings(&layered(file)?)?;
+    mooncake::prepare(config.transport, &config.mooncake)?;
     runtime(1, 4)?.block_on(pipeline::trainer::run(config))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
     let mut problems = Problems::default();
-    let config = problems.note(args.settings().and_then(|s| ServerConfig::from_settings(&s)));
+    let settings = layered(args.config.as_deref()).and_then(|file| args.flags.over(file));
+    let config = problems.note(settings.and_then(|s| ServerConfig::from_settings(&s)));
     let source = problems.note(match &args.model.input {
         Some(folder) => Folder::open(folder).map(Source::Folder),
         None => args.model.model().map(|model| Source::Synthetic { model, seed: args.model.seed }),
@@ -361,6 +296,7 @@ fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
     let (Some(config), Some(source)) = (config, source) else {
         unreachable!("what is missing is a problem, and problems end this");
     };
+    mooncake::prepare(config.transport, &config.mooncake)?;
     let fill = config.fill_threads;
     let fill = fill.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
     let runtime = runtime(2, fill)?;
@@ -386,7 +322,7 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     problems.settle("configure")?;
     for (key, value, source) in settings.effective() {
         say(format_args!(
-            "{:<14} {:<16} {:<32} {}",
+            "{:<17} {:<16} {:<32} {}",
             key.name,
             value.as_deref().unwrap_or("-"),
             source.to_string(),

@@ -3,19 +3,25 @@
 //! Precedence: command line, then environment (`FEATURESTORE_…`), then file, then default. Values
 //! have the same grammar everywhere; an unknown key is an error that names the nearest known one.
 
+mod mooncake;
 mod problems;
+#[cfg(feature = "cli")]
+mod server;
+mod trainer;
 mod value;
 
-use std::{collections::BTreeMap, fmt, net::SocketAddr, path::Path, str::FromStr, time::Duration};
+use std::{collections::BTreeMap, ffi::OsString, fmt, path::Path};
 
-use control_proto::Secret;
-use transport_core::{ByteSize, Error, ErrorKind, Result};
-use transport_mooncake_direct::Cidr;
+use transport_core::{Error, ErrorKind, Result};
 
+pub use mooncake::{Master, MooncakeConfig};
 pub use problems::Problems;
+#[cfg(feature = "cli")]
+pub use server::{ArenaKind, ServerConfig};
+pub use trainer::{Config, TransportChoice};
 pub use value::duration;
-pub(crate) use value::nearest;
-use value::{address, bad, boolean, bounded, fold, host, networks, nonzero_size, rate, suggestion};
+pub(crate) use value::suggestion;
+use value::{fold, nearest};
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -31,6 +37,11 @@ pub struct Key {
 }
 
 impl Key {
+    /// Whether it is true or false.
+    pub fn is_boolean(&self) -> bool {
+        matches!(self.default, Some("true" | "false"))
+    }
+
     /// Whether the value is never shown.
     fn secret(&self) -> bool {
         self.name == "token"
@@ -47,14 +58,18 @@ const fn optional(name: &'static str, help: &'static str) -> Key {
 
 /// Every setting.
 pub const KEYS: &[Key] = &[
-    key("transport", "auto", "how samples are read: auto, shm or tcp"),
+    key("transport", "auto", "how samples are moved: auto, shm, tcp, mooncake or store"),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
-    optional("pool", "receive pool of a trainer that reads by tcp, such as 4GiB"),
+    optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
     key("deadline", "30s", "longest time of one fetch, and of a wait for room in the arena"),
     optional("token", "secret that control connections have to show"),
-    optional("arena", "size of a server's arena, such as 2GiB; never guessed"),
-    key("arena_kind", "shared", "shared (other processes can map it) or heap"),
+    optional("arena", "size of a server's arena, such as 2GiB"),
+    key(
+        "arena_kind",
+        "shared",
+        "what an arena is made of: shared (other processes can map it) or heap",
+    ),
     key("http", "127.0.0.1:0", "address of the capture server's HTTP port; port 0 picks one"),
     key("data", "127.0.0.1:0", "address of the peer handshake that data sessions name"),
     key("control", "127.0.0.1:0", "address of the control listener that takes frees"),
@@ -62,7 +77,17 @@ pub const KEYS: &[Key] = &[
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
     optional("rate", "samples a second that a server captures at most; for synthetic load"),
-    optional("fill_threads", "threads that fill captured tensors; default: one a core"),
+    optional("fill_threads", "threads that fill captured tensors; one a core if not given"),
+    optional("mooncake", "Mooncake's master, host:port; the pipeline also takes managed"),
+    optional("mooncake_admin", "address of the master's metrics, host:port"),
+    key("mooncake_host", "127.0.0.1", "host by which other store clients reach this process"),
+    key("mooncake_metadata", "P2PHANDSHAKE", "address of Mooncake's metadata server"),
+    key("mooncake_protocol", "tcp", "how Mooncake moves payload: tcp or rdma"),
+    optional("mooncake_devices", "comma-separated RDMA devices; all if not given"),
+    optional("mooncake_venv", "virtual environment with Mooncake's wheel"),
+    optional("mooncake_library", "file of libmooncake_store.so; comes before the wheel"),
+    optional("mooncake_preload", "comma-separated libraries to open before Mooncake's"),
+    key("mooncake_lease", "10s", "the master's read leases, its default_kv_lease_ttl"),
 ];
 
 /// Where a value comes from.
@@ -134,23 +159,37 @@ impl Settings {
         Ok(())
     }
 
-    /// Adds what `variable` answers for each `FEATURESTORE_…` name, above a file.
-    pub fn environment(mut self, variable: impl Fn(&str) -> Option<String>) -> Self {
-        for known in KEYS {
-            let name = format!("FEATURESTORE_{}", known.name.to_ascii_uppercase());
-            if let Some(text) = variable(&name) {
-                let entry = self.values.entry(known.name);
-                let source = Source::Environment(name);
-                entry
-                    .and_modify(|(value, from)| {
-                        if *from == Source::File {
-                            (*value, *from) = (text.clone(), source.clone());
-                        }
-                    })
-                    .or_insert((text, source));
+    /// Adds the `FEATURESTORE_…` variables among `variables` above a file; usually those of
+    /// [`std::env::vars_os`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::ConfigInvalid`] for such a variable that is no setting, with the nearest name,
+    /// and for one that is not UTF-8. Left alone are variables that container platforms set for a
+    /// service called `featurestore` (`FEATURESTORE_PORT…`, `FEATURESTORE_SERVICE_…`), and those that
+    /// this project sets for itself and its tests.
+    pub fn environment(
+        mut self,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<Self> {
+        for (name, value) in variables {
+            let name = name.to_string_lossy().into_owned();
+            let Some(setting) = name.strip_prefix(PREFIX) else { continue };
+            let Some(known) = KEYS.iter().find(|k| k.name.to_ascii_uppercase() == setting) else {
+                if is_foreign(setting) {
+                    continue;
+                }
+                return Err(unknown_variable(&name, setting));
+            };
+            let source = Source::Environment(name);
+            let Ok(text) = value.into_string() else {
+                return Err(invalid(known.name, &source, "the value is not UTF-8"));
+            };
+            match self.values.get(known.name) {
+                Some((_, from)) if *from != Source::File => {}
+                _ => _ = self.values.insert(known.name, (text, source)),
             }
         }
-        self
+        Ok(self)
     }
 
     /// Sets a value above all others.
@@ -229,222 +268,45 @@ fn find(name: &str) -> Result<&'static Key> {
     })
 }
 
+/// How every variable begins that is a setting.
+const PREFIX: &str = "FEATURESTORE_";
+
+/// Whether a variable is somebody else's, though it begins as settings do.
+fn is_foreign(name: &str) -> bool {
+    let of_platforms = ["PORT", "SERVICE_"].iter().any(|start| name.starts_with(start));
+    let ours = [
+        "BIN",
+        "LEADER",
+        "MOONCAKE_NEXT_VENV",
+        "MOONCAKE_PREPARED",
+        "STORE_LIBRARY_DIR",
+        "TEST_NOTES",
+    ];
+    of_platforms || ours.contains(&name)
+}
+
+/// Never shows the value, which may be a secret.
+fn unknown_variable(name: &str, setting: &str) -> Error {
+    let known = KEYS.iter().map(|k| k.name);
+    let remedy = match nearest(&fold(setting), known.clone()) {
+        Some(nearest) => format!("did you mean {PREFIX}{}?", nearest.to_ascii_uppercase()),
+        None => format!("unset it; known: {}", known.collect::<Vec<_>>().join(", ")),
+    };
+    Error::new(ErrorKind::ConfigInvalid, "configure", "an environment variable is no setting")
+        .with("variable", name)
+        .remedy(remedy)
+}
+
 fn invalid(name: &'static str, source: &Source, why: &'static str) -> Error {
     Error::new(ErrorKind::ConfigInvalid, "configure", why)
         .with("setting", name)
         .with("source", source)
 }
 
-/// How samples are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TransportChoice {
-    /// The best that a probe finds usable.
-    Auto,
-    /// The publisher's memory, mapped: same host only.
-    Shm,
-    /// Mooncake's tcp wire.
-    Tcp,
-}
-
-impl FromStr for TransportChoice {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match fold(text).as_str() {
-            "auto" => Ok(Self::Auto),
-            "shm" => Ok(Self::Shm),
-            "tcp" => Ok(Self::Tcp),
-            other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
-                .with("found", format_args!("{text:?}"))
-                .remedy(suggestion(other, ["auto", "shm", "tcp"].into_iter()))),
-        }
-    }
-}
-
-impl fmt::Display for TransportChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-        })
-    }
-}
-
-/// How a trainer reads. Made from [`Settings`] or with [`Default`] and the builder methods.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Config {
-    /// How samples are read.
-    pub transport: TransportChoice,
-    /// Whether an unavailable transport is an error before anything starts.
-    pub strict: bool,
-    /// Receive pool, for transports that copy.
-    pub pool: Option<ByteSize>,
-    /// How long what this process holds outlives it.
-    pub lease: Duration,
-    /// Longest time of one fetch.
-    pub deadline: Duration,
-    /// Secret for control connections.
-    pub token: Option<Secret>,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self::from_settings(&Settings::new()).expect("the defaults are valid")
-    }
-}
-
-impl Config {
-    /// Checks and types what is in force.
-    pub fn from_settings(settings: &Settings) -> Result<Self> {
-        Ok(Self {
-            transport: settings.need("transport", str::parse)?,
-            strict: settings.need("strict", boolean)?,
-            pool: settings.get("pool", nonzero_size)?,
-            lease: settings.need("lease", duration)?,
-            deadline: settings.need("deadline", duration)?,
-            token: settings.get("token", |text| Secret::new(text))?,
-        })
-    }
-
-    /// Chooses how samples are read.
-    #[must_use]
-    pub fn transport(mut self, transport: TransportChoice) -> Self {
-        self.transport = transport;
-        self
-    }
-
-    /// Makes an unavailable transport an error before anything starts.
-    #[must_use]
-    pub fn strict(mut self, strict: bool) -> Self {
-        self.strict = strict;
-        self
-    }
-
-    /// Sets the size of the receive pool.
-    #[must_use]
-    pub fn pool(mut self, pool: ByteSize) -> Self {
-        self.pool = Some(pool);
-        self
-    }
-
-    /// Sets how long what this process holds outlives it.
-    #[must_use]
-    pub fn lease(mut self, lease: Duration) -> Self {
-        self.lease = lease;
-        self
-    }
-
-    /// Sets the longest time of one fetch.
-    #[must_use]
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = deadline;
-        self
-    }
-}
-
-/// What a server's arena is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ArenaKind {
-    /// A memory file that processes of the same user can map.
-    Shared,
-    /// Private memory, read over tcp only.
-    Heap,
-}
-
-/// How a capture server runs.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ServerConfig {
-    /// Size of the arena.
-    pub arena: ByteSize,
-    /// What it is made of.
-    pub arena_kind: ArenaKind,
-    /// HTTP address.
-    pub http: SocketAddr,
-    /// Peer-handshake address.
-    pub data: SocketAddr,
-    /// Control address.
-    pub control: SocketAddr,
-    /// Host that descriptors name.
-    pub advertise: Option<String>,
-    /// Networks that may read.
-    pub allow: Vec<Cidr>,
-    /// Secret that control connections have to show.
-    pub token: Option<Secret>,
-    /// Samples that are worked on or wait.
-    pub max_in_flight: usize,
-    /// Threads that fill captured tensors.
-    pub fill_threads: Option<usize>,
-    /// Samples a second that are captured at most.
-    pub rate: Option<f64>,
-    /// Longest wait for room.
-    pub deadline: Duration,
-    /// Lease of clients that have not announced themselves.
-    pub lease: Duration,
-}
-
-impl ServerConfig {
-    /// Checks and types what is in force. All that is wrong is reported at once.
-    pub fn from_settings(settings: &Settings) -> Result<Self> {
-        let mut problems = Problems::default();
-        let arena = problems.note(settings.need("arena", nonzero_size));
-        let arena_kind = problems.note(settings.need("arena_kind", str::parse));
-        let http = problems.note(settings.need("http", address));
-        let data = problems.note(settings.need("data", address));
-        let control = problems.note(settings.need("control", address));
-        let advertise = problems.note(settings.get("advertise", host));
-        let allow = problems.note(settings.get("allow", networks));
-        let token = problems.note(settings.get("token", |text| Secret::new(text)));
-        let max_in_flight =
-            problems.note(settings.need("max_in_flight", |text| bounded(text, MAX_IN_FLIGHT)));
-        let fill_threads =
-            problems.note(settings.get("fill_threads", |text| bounded(text, MAX_FILL_THREADS)));
-        let rate = problems.note(settings.get("rate", rate));
-        let deadline = problems.note(settings.need("deadline", duration));
-        let lease = problems.note(settings.need("lease", duration));
-        problems.settle("configure")?;
-        const NOTED: &str = "what is missing is a problem, and problems end this";
-        Ok(Self {
-            arena: arena.expect(NOTED),
-            arena_kind: arena_kind.expect(NOTED),
-            http: http.expect(NOTED),
-            data: data.expect(NOTED),
-            control: control.expect(NOTED),
-            advertise: advertise.expect(NOTED),
-            allow: allow.expect(NOTED).unwrap_or_default(),
-            token: token.expect(NOTED),
-            max_in_flight: max_in_flight.expect(NOTED),
-            fill_threads: fill_threads.expect(NOTED),
-            rate: rate.expect(NOTED),
-            deadline: deadline.expect(NOTED),
-            lease: lease.expect(NOTED),
-        })
-    }
-}
-
-impl FromStr for ArenaKind {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match fold(text).as_str() {
-            "shared" => Ok(Self::Shared),
-            "heap" => Ok(Self::Heap),
-            other => Err(bad("unknown kind of arena", text)
-                .remedy(suggestion(other, ["shared", "heap"].into_iter()))),
-        }
-    }
-}
-
-/// Most samples that a server may be told to work on at a time.
-const MAX_IN_FLIGHT: usize = 1 << 20;
-/// Most threads that a server may be told to fill tensors on.
-const MAX_FILL_THREADS: usize = 1024;
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -456,20 +318,24 @@ mod tests {
         assert!(error.contains("did you mean shm"), "{error}");
         for text in ["", "rdma", "nvlink-intra"] {
             let error = text.parse::<TransportChoice>().unwrap_err().to_string();
-            assert!(error.contains("auto, shm, tcp"), "{error}");
+            assert!(error.contains("auto, shm, tcp, mooncake, store"), "{error}");
         }
     }
 
     #[test]
     fn flag_beats_environment_beats_file_beats_default() {
-        let environment = |name: &str| match name {
-            "FEATURESTORE_LEASE" => Some("2s".to_owned()),
-            "FEATURESTORE_TRANSPORT" => Some("tcp".to_owned()),
-            _ => None,
-        };
+        let environment = [
+            ("FEATURESTORE_LEASE", "2s"),
+            ("FEATURESTORE_TRANSPORT", "tcp"),
+            ("LEASE", "9s"),
+            ("FEATURESTORE_PORT", "tcp://10.0.0.1:80"), // of a service called featurestore
+            ("FEATURESTORE_SERVICE_HOST", "10.0.0.1"),
+            ("FEATURESTORE_BIN", "target/release/featurestore"),
+        ]
+        .map(|(name, value)| (name.into(), value.into()));
         let mut settings = Settings::new();
         settings.text("transport = \"shm\"\nlease = \"1s\"\ndeadline = \"3s\"\n").unwrap();
-        let mut settings = settings.environment(environment);
+        let mut settings = settings.environment(environment).unwrap();
         settings.set("transport", "auto").unwrap();
         let config = Config::from_settings(&settings).unwrap();
         assert_eq!(config.transport, TransportChoice::Auto);
@@ -503,8 +369,21 @@ mod tests {
                 assert!(error.contains(part), "{text}: {error}");
             }
         }
-        let error = ServerConfig::from_settings(&Settings::new()).unwrap_err().to_string();
-        assert!(error.contains("--arena") && error.contains("FEATURESTORE_ARENA"), "{error}");
+    }
+
+    #[test]
+    fn a_variable_that_is_no_setting_is_refused_with_the_nearest_name() {
+        for (name, part) in [
+            ("FEATURESTORE_TOKN", "did you mean FEATURESTORE_TOKEN?"),
+            ("FEATURESTORE_MAX_INFLIGHT", "did you mean FEATURESTORE_MAX_IN_FLIGHT?"),
+            ("FEATURESTORE_lease", "did you mean FEATURESTORE_LEASE?"),
+            ("FEATURESTORE_SOMETHING_ELSE", "known: transport"),
+        ] {
+            let variables = [(name.into(), "hush".into())];
+            let error = Settings::new().environment(variables).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains(name), "{error}");
+            assert!(!error.contains("hush"), "{error}");
+        }
     }
 
     #[test]
@@ -512,12 +391,8 @@ mod tests {
         let mut settings = Settings::new();
         settings.set("token", "hush").unwrap();
         assert!(settings.effective().all(|(_, value, _)| value.as_deref() != Some("hush")));
-        let server = settings.clone().or_default("arena", "1MiB").unwrap();
-        for shown in [
-            format!("{settings:?}"),
-            format!("{:?}", Config::from_settings(&settings).unwrap()),
-            format!("{:?}", ServerConfig::from_settings(&server).unwrap()),
-        ] {
+        let config = Config::from_settings(&settings).unwrap();
+        for shown in [format!("{settings:?}"), format!("{config:?}")] {
             assert!(!shown.contains("hush"), "{shown}");
         }
         settings.set("token", "hush\n").unwrap(); // not a secret that a line can carry

@@ -4,6 +4,9 @@ mod generate;
 mod listen;
 mod metrics;
 mod pace;
+mod publisher;
+#[cfg(feature = "store")]
+mod store;
 
 use std::{
     io::Read,
@@ -19,21 +22,22 @@ use axum::{
     Json, Router,
     extract::State,
     http::header,
-    response::IntoResponse,
+    middleware::map_response_with_state,
+    response::{IntoResponse, Response},
     routing::{get, post},
 };
-use capture_arena::{Arena, ArenaConfig, Backing};
 use control_proto::capture::Limits;
 use serde::Serialize;
 use tokio::{net::TcpListener, sync::Semaphore};
 use transport_core::{Error, Health, Result};
-use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig};
+use transport_mooncake_direct::AllowList;
 
 use crate::{
-    config::{ArenaKind, Problems, ServerConfig},
+    config::{Problems, ServerConfig},
     process::peak_rss_bytes,
     source::Source,
 };
+use publisher::Publisher;
 
 /// How long requests in flight may take after the server was asked to end.
 const GRACE: Duration = Duration::from_secs(10);
@@ -56,18 +60,18 @@ pub struct CaptureServer {
     listener: TcpListener,
     http: SocketAddr,
     allow: AllowList,
+    registrations: u64,
 }
 
 #[derive(Debug)]
 struct Shared {
-    arena: Arena,
-    sink: CaptureSink,
+    publisher: Publisher,
     source: Source,
     limits: Limits,
-    bodies: Semaphore, // one a `BODY_UNIT` of bodies in flight
+    bodies: Arc<Semaphore>, // one a `BODY_UNIT` of bodies in flight
     deadline: Duration,
     max_in_flight: usize,
-    places: Semaphore, // one a sample that is worked on or waits
+    places: Arc<Semaphore>, // one a sample that is worked on or waits
     pace: Option<pace::Pace>,
     counts: Counts,
 }
@@ -78,6 +82,7 @@ struct Counts {
     captured: AtomicU64,
     failed: AtomicU64,
     put_off: AtomicU64,
+    refused: AtomicU64, // HTTP requests, for what they are
 }
 
 /// The line that a server prints when it is ready.
@@ -87,16 +92,20 @@ pub struct ReadyLine {
     pub ready: bool,
     /// Process id.
     pub pid: u32,
+    /// `arena`, or `store` for a server that publishes through Mooncake Store.
+    pub transport: &'static str,
     /// HTTP address.
     pub http: String,
-    /// Data session.
+    /// Data session; in a store, the name that it has there.
     pub session: String,
-    /// Control address.
-    pub control: String,
-    /// Life of the arena.
-    pub epoch: u64,
-    /// Size of the arena.
+    /// Control address; none in a store.
+    pub control: Option<String>,
+    /// Life of the arena; none in a store.
+    pub epoch: Option<u64>,
+    /// Size of the arena, or of the object memory that the server adds to a store.
     pub arena_bytes: u64,
+    /// Memory registrations so far; no sample adds one.
+    pub registrations: u64,
 }
 
 /// What `GET /health` answers: the measured [`Health`], and the server's own numbers.
@@ -104,57 +113,54 @@ pub struct ReadyLine {
 struct HealthReport {
     #[serde(flatten)]
     health: Health,
-    epoch: u64,
+    epoch: Option<u64>,
     session: String,
-    control: String,
+    control: Option<String>,
     samples_in_flight: usize,
     peak_rss_bytes: u64,
 }
 
 impl CaptureServer {
-    /// Takes the arena and binds every port. All that is wrong is reported at once.
+    /// Takes the arena, or joins the store, and binds every port. All that is wrong is reported at
+    /// once.
     pub async fn bind(config: &ServerConfig, source: Source) -> Result<Self> {
         let mut problems = Problems::default();
         let listener = problems.note(bind_http(config.http).await);
-        problems.note(check_bind("data", config.data));
-        problems.note(check_bind("control", config.control));
-        let backing = problems.note(match config.arena_kind {
-            ArenaKind::Shared => Backing::shared(config.arena.get()),
-            ArenaKind::Heap => Backing::heap(config.arena.get()),
-        });
+        let publisher = Publisher::start(config, &mut problems).await;
         problems.settle("start capture server")?;
-        let (Some(listener), Some(backing)) = (listener, backing) else {
+        let (Some(listener), Some(publisher)) = (listener, publisher) else {
             unreachable!("what is missing is a problem, and problems end this");
         };
-        let settings = ArenaConfig::default().deadline(config.deadline).lease(config.lease);
-        let arena = Arena::start(backing, settings)?;
-        let sink = CaptureSink::start(arena.clone(), sink_config(config))?;
+        let registrations = publisher.health().await?.registrations;
         let http = listener.local_addr().map_err(|e| Error::io("bind http port", e))?;
         let state = Arc::new(Shared {
-            arena,
-            sink,
+            publisher,
             source,
             limits: Limits { body_bytes: MAX_BODY, ..Limits::default() },
-            bodies: Semaphore::new(MAX_BODIES / BODY_UNIT),
+            bodies: Arc::new(Semaphore::new(MAX_BODIES / BODY_UNIT)),
             deadline: config.deadline,
             max_in_flight: config.max_in_flight,
-            places: Semaphore::new(config.max_in_flight),
+            places: Arc::new(Semaphore::new(config.max_in_flight)),
             pace: config.rate.map(pace::Pace::new),
             counts: Counts::default(),
         });
-        Ok(Self { state, listener, http, allow: AllowList::new(config.allow.clone()) })
+        let allow = AllowList::new(config.allow.clone());
+        Ok(Self { state, listener, http, allow, registrations })
     }
 
     /// What to print once the server can be reached.
     pub fn ready_line(&self) -> ReadyLine {
+        let identity = self.state.publisher.identity();
         ReadyLine {
             ready: true,
             pid: std::process::id(),
+            transport: identity.transport,
             http: self.http.to_string(),
-            session: self.state.sink.session().to_string(),
-            control: self.state.sink.control().to_string(),
-            epoch: self.state.arena.epoch().0,
-            arena_bytes: self.state.arena.capacity(),
+            session: identity.session,
+            control: identity.control,
+            epoch: identity.epoch,
+            arena_bytes: identity.capacity,
+            registrations: self.registrations,
         }
     }
 
@@ -164,11 +170,12 @@ impl CaptureServer {
             .route("/generate", post(generate::generate))
             .route("/health", get(health))
             .route("/metrics", get(prometheus))
+            .layer(map_response_with_state(self.state.clone(), count_refused))
             .with_state(self.state.clone());
-        listen::serve(self.listener, app, &self.allow, end, GRACE).await;
-        let closed = self.state.sink.close().await;
-        self.state.arena.close();
-        closed
+        let state = self.state.clone();
+        let unreadable = move || bump(&state.counts.refused, 1);
+        listen::serve(self.listener, app, &self.allow, unreadable, end, GRACE).await;
+        self.state.publisher.close().await
     }
 }
 
@@ -190,37 +197,40 @@ fn check_bind(flag: &'static str, address: SocketAddr) -> Result<()> {
     })
 }
 
-fn sink_config(config: &ServerConfig) -> SinkConfig {
-    let mut sink = SinkConfig::default();
-    sink.data_bind = config.data;
-    sink.control_bind = config.control;
-    sink.advertise_host.clone_from(&config.advertise);
-    sink.token.clone_from(&config.token);
-    sink.allow = AllowList::new(config.allow.clone());
-    sink
-}
-
 impl Shared {
     async fn report(&self) -> Result<HealthReport> {
+        // Before anything is measured: whatever is reserved then has its place counted.
+        let samples_in_flight = self.max_in_flight - self.places.available_permits();
+        let identity = self.publisher.identity();
+        let mut health = self.publisher.health().await?;
+        health.protocol_errors += self.counts.refused.load(Ordering::Relaxed);
         Ok(HealthReport {
-            health: self.sink.health().await?,
-            epoch: self.arena.epoch().0,
-            session: self.sink.session().to_string(),
-            control: self.sink.control().to_string(),
-            samples_in_flight: self.max_in_flight - self.places.available_permits(),
+            health,
+            epoch: identity.epoch,
+            session: identity.session,
+            control: identity.control,
+            samples_in_flight,
             peak_rss_bytes: peak_rss_bytes(),
         })
     }
 }
 
-async fn health(State(state): State<Arc<Shared>>) -> axum::response::Response {
+/// Counts the answers that say that a request was wrong. Those that only come too early are not.
+async fn count_refused(State(state): State<Arc<Shared>>, response: Response) -> Response {
+    if response.status().is_client_error() {
+        bump(&state.counts.refused, 1);
+    }
+    response
+}
+
+async fn health(State(state): State<Arc<Shared>>) -> Response {
     match state.report().await {
         Ok(report) => Json(report).into_response(),
         Err(error) => generate::refusal(&error),
     }
 }
 
-async fn prometheus(State(state): State<Arc<Shared>>) -> axum::response::Response {
+async fn prometheus(State(state): State<Arc<Shared>>) -> Response {
     match state.report().await {
         Ok(report) => (
             [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],

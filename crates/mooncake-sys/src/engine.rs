@@ -2,7 +2,7 @@
 
 use std::{fmt, time::Duration};
 
-use transport_core::{RemoteAddr, Result, SessionName};
+use transport_core::{Error, RemoteAddr, Result, SessionName};
 
 use crate::ProviderInfo;
 
@@ -17,6 +17,65 @@ pub struct ReadPiece {
     pub len: usize,
 }
 
+/// How the pieces of a read are handed to Mooncake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Submission {
+    /// All pieces in one batch.
+    ///
+    /// Through the wheel nothing is known about the pieces of a batch that failed: it is not over
+    /// before the engine is closed.
+    Batch,
+    /// Each piece as a request of its own, this many of them ahead of their answers; at least 1.
+    Single {
+        /// Requests under way at a time.
+        ahead: usize,
+    },
+}
+
+/// A read that did not succeed.
+#[derive(Debug)]
+pub struct ReadFailure {
+    /// Why.
+    pub error: Error,
+    /// The piece that is to blame, if one can be told.
+    pub piece: Option<usize>,
+    /// What is still under way. Until it is over, peers may write into any destination of the read;
+    /// `None` if nothing is.
+    pub running: Option<Box<dyn Running>>,
+}
+
+impl From<Error> for ReadFailure {
+    /// A failure that left nothing under way.
+    fn from(error: Error) -> Self {
+        Self { error, piece: None, running: None }
+    }
+}
+
+/// The rest of a read that its caller waits for no longer.
+pub trait Running: fmt::Debug + Send {
+    /// Whether nothing can be written any more. Takes a short look, and never waits for long.
+    fn is_over(&mut self) -> bool;
+}
+
+impl<B: Running> Running for (Box<dyn Running>, B) {
+    fn is_over(&mut self) -> bool {
+        let first = self.0.is_over();
+        self.1.is_over() && first
+    }
+}
+
+/// Transports that a build of Mooncake knows, as far as it says so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EngineSupport {
+    /// NVLink between nodes: protocol `nvlink`.
+    pub mnnvl: Option<bool>,
+    /// NVLink within a node: protocol `nvlink_intra`.
+    pub intra_nvlink: Option<bool>,
+    /// Memory of CUDA devices.
+    pub cuda: Option<bool>,
+}
+
 /// A started transfer engine.
 ///
 /// Calls block and some of them busy-wait: no more than one at a time for each core. Several
@@ -24,6 +83,11 @@ pub struct ReadPiece {
 pub trait EngineApi: fmt::Debug + Send + Sync {
     /// Which file serves the calls.
     fn provider(&self) -> &ProviderInfo;
+
+    /// Which transports the build knows.
+    fn support(&self) -> EngineSupport {
+        EngineSupport::default()
+    }
 
     /// Where peers reach this engine.
     fn session(&self) -> Result<SessionName>;
@@ -42,24 +106,26 @@ pub trait EngineApi: fmt::Debug + Send + Sync {
     /// No transfer that names this memory runs or is started later.
     unsafe fn unregister(&self, starts: &[*mut u8]) -> Result<()>;
 
-    /// Reads ranges of one peer and returns when all are complete.
+    /// Reads ranges of one peer and returns when all are complete, or soon after `timeout`.
     ///
-    /// With `one_by_one` each piece is a request of its own, which multi-node NVLink needs; else all
-    /// are one batch.
+    /// # Errors
+    /// A failure says whether anything is still under way; see [`ReadFailure::running`].
     ///
     /// # Safety
-    /// While the call runs, and for as long as the engine lives if it fails, the destinations stay
-    /// allocated and nobody else reads or writes them: Mooncake cancels nothing.
+    /// The destinations stay allocated and nobody else reads or writes them: while the call runs,
+    /// and, if it leaves something [`Running`], until that is over or [`Self::close`] has succeeded.
     unsafe fn read(
         &self,
         peer: &SessionName,
         pieces: &[ReadPiece],
-        one_by_one: bool,
+        submission: Submission,
         timeout: Duration,
-    ) -> Result<()>;
+    ) -> Result<(), ReadFailure>;
 
     /// Stops the engine. Idempotent; later calls fail with
     /// [`ErrorKind::Closed`](transport_core::ErrorKind::Closed).
+    ///
+    /// Once it has succeeded, no peer writes into this process through the engine any more.
     fn close(&self) -> Result<()>;
 }
 
@@ -74,7 +140,9 @@ pub struct EngineSetup {
     /// `tcp`, `rdma`, `nvlink` or `nvlink_intra`.
     ///
     /// A C library installs exactly this one. The wheel chooses by itself from the environment and
-    /// the hardware, whatever is asked for here: compare the peer's handshake before trusting it.
+    /// the hardware, whatever is asked for here. The variables that it reads for this are set for
+    /// this protocol while the engine starts, and put back; but where the hardware is missing it
+    /// takes another transport in silence. Look at what it tells peers before trusting it.
     pub protocol: String,
     /// RDMA devices, separated by commas; empty for all.
     pub devices: String,

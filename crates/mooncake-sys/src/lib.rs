@@ -13,7 +13,9 @@
 //!   those of the transfer engine catch nothing (see `cabi`). The wheel turns exceptions into
 //!   Python ones, which arrive as errors.
 //! - Mooncake cancels no transfer. After a failed or timed-out call the peer may still write into
-//!   the memory that was passed; the contracts of the traits say who has to keep it.
+//!   the memory that was passed; the contracts of the traits say who has to keep it, and until when.
+//! - The wheel's engine listens on every address, whatever `MC_TCP_BIND_ADDRESS` says: that is only
+//!   what it tells its peers.
 //! - Calls on a closed store crash the wheel's 0.3.13 library. Both providers keep the calls away
 //!   from it: after `close` they answer [`ErrorKind::Closed`](transport_core::ErrorKind::Closed).
 
@@ -32,7 +34,9 @@ mod search;
 mod store;
 
 pub use codes::{EngineCode, StoreCode, TransferState};
-pub use engine::{EngineApi, EngineSetup, ReadPiece};
+pub use engine::{
+    EngineApi, EngineSetup, EngineSupport, ReadFailure, ReadPiece, Running, Submission,
+};
 pub use provider::{ProviderInfo, ProviderKind, StoreCapabilities};
 #[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
 pub use search::Search;

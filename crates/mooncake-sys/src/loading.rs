@@ -14,6 +14,8 @@ use crate::Search;
 pub(crate) struct Opened {
     pub(crate) library: &'static Library,
     pub(crate) file: PathBuf,
+    /// Places that were looked at before.
+    pub(crate) search: Search,
 }
 
 /// Who sees the symbols of a library.
@@ -55,9 +57,12 @@ impl Opened {
     /// Address of a function that must be there.
     pub(crate) fn function(&self, name: &'static str, what: &'static str) -> Result<*mut ()> {
         self.optional(name).ok_or_else(|| {
+            let mut search = self.search.clone();
+            search.missed(self.file.display(), format_args!("has no {name}"));
             Error::new(ErrorKind::NotFound, "load library", format!("the library is not a {what}"))
                 .with("file", self.file.display())
                 .with("missing_symbol", name)
+                .with("tried", search)
                 .remedy("name the file of a library with this interface")
         })
     }

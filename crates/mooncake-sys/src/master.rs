@@ -16,6 +16,7 @@ use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal
 use transport_core::{Error, ErrorKind, Result};
 
 const START: &str = "start mooncake_master";
+const ASK: &str = "ask mooncake_master";
 /// Between a polite signal and one that cannot be ignored.
 const GRACE: Duration = Duration::from_secs(5);
 /// A free port may be taken by another process before the master binds it.
@@ -43,6 +44,31 @@ impl MasterOptions {
         Self { program: program.into(), log: None, lease: None, startup: Duration::from_secs(30) }
     }
 
+    /// Looks for the program: in `environment` if given, else in those that `VIRTUAL_ENV` and
+    /// `CONDA_PREFIX` name, then in `PATH`.
+    pub fn find(environment: Option<&Path>) -> Result<Self> {
+        let mut places: Vec<PathBuf> = match environment {
+            Some(environment) => vec![environment.join("bin")],
+            None => ["VIRTUAL_ENV", "CONDA_PREFIX"]
+                .iter()
+                .filter_map(|name| std::env::var_os(name).filter(|value| !value.is_empty()))
+                .map(|root| PathBuf::from(root).join("bin"))
+                .collect(),
+        };
+        if environment.is_none() {
+            let path = std::env::var_os("PATH").unwrap_or_default();
+            places.extend(std::env::split_paths(&path));
+        }
+        let programs = places.iter().map(|place| place.join("mooncake_master"));
+        if let Some(program) = programs.into_iter().find(|program| program.is_file()) {
+            return Ok(Self::new(program));
+        }
+        let tried: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
+        Err(Error::new(ErrorKind::NotFound, START, "there is no mooncake_master")
+            .with("tried", tried.join(", "))
+            .remedy("name a virtual environment with Mooncake's wheel: FEATURESTORE_MOONCAKE_VENV"))
+    }
+
     /// Starts the program of a virtual environment with Mooncake's wheel in it.
     pub fn of_environment(environment: &Path) -> Self {
         Self::new(environment.join("bin/mooncake_master"))
@@ -67,7 +93,7 @@ impl MasterOptions {
 #[derive(Debug)]
 pub struct ManagedMaster {
     address: SocketAddr,
-    admin: SocketAddr,
+    admin: Admin,
     pid: u32,
     stop: Sender<()>,
     ended: Receiver<()>,
@@ -136,7 +162,8 @@ impl ManagedMaster {
                 .remedy("install Mooncake's wheel and name its mooncake_master")
         })?;
         let at = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-        let master = Self { address: at(rpc), admin: at(metrics), pid, stop, ended };
+        let admin = Admin::at(at(metrics));
+        let master = Self { address: at(rpc), admin, pid, stop, ended };
         master.wait_ready(options.startup)?; // dropped on failure, which ends the process
         Ok(master)
     }
@@ -144,7 +171,7 @@ impl ManagedMaster {
     fn wait_ready(&self, startup: Duration) -> Result<()> {
         let deadline = Instant::now() + startup;
         loop {
-            if self.http_get("/health").is_ok_and(|text| text.contains("\"ok\""))
+            if self.admin.get("/health").is_ok_and(|text| text.contains("\"ok\""))
                 && TcpStream::connect_timeout(&self.address, Duration::from_secs(1)).is_ok()
             {
                 return Ok(());
@@ -175,30 +202,46 @@ impl ManagedMaster {
         self.pid
     }
 
-    /// Its metrics, in Prometheus' text form.
-    pub fn metrics(&self) -> Result<String> {
-        self.http_get("/metrics")
+    /// Where it answers questions about itself.
+    pub fn admin(&self) -> Admin {
+        self.admin
     }
 
-    /// One of its metrics, summed over its labels; 0 if it reports none of that name.
+    /// One of its metrics; see [`Metrics::value`].
     pub fn metric(&self, name: &str) -> Result<f64> {
-        let text = self.metrics()?;
-        Ok(text
-            .lines()
-            .filter_map(|line| {
-                let rest = line.strip_prefix(name)?;
-                if !rest.starts_with([' ', '{']) {
-                    return None;
-                }
-                rest.rsplit_once(' ')?.1.parse::<f64>().ok()
-            })
-            .sum())
+        Ok(self.admin.metrics()?.value(name))
     }
 
-    fn http_get(&self, path: &str) -> Result<String> {
-        let failed = |e| Error::io("ask mooncake_master", e);
+    /// Ends the process and waits until it is gone.
+    pub fn stop(self) {
+        drop(self);
+    }
+}
+
+/// Where a master answers questions about itself: its `--metrics_port`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Admin(SocketAddr);
+
+impl Admin {
+    /// Asks at this address.
+    pub fn at(address: SocketAddr) -> Self {
+        Self(address)
+    }
+
+    /// The address.
+    pub fn address(self) -> SocketAddr {
+        self.0
+    }
+
+    /// What the master counts. Blocks, for some seconds at most.
+    pub fn metrics(self) -> Result<Metrics> {
+        self.get("/metrics").map(Metrics)
+    }
+
+    fn get(self, path: &str) -> Result<String> {
+        let failed = |e| Error::io(ASK, e).with("admin", self.0);
         let second = Duration::from_secs(1);
-        let mut stream = TcpStream::connect_timeout(&self.admin, second).map_err(failed)?;
+        let mut stream = TcpStream::connect_timeout(&self.0, second).map_err(failed)?;
         stream.set_read_timeout(Some(second * 5)).map_err(failed)?;
         stream.set_write_timeout(Some(second)).map_err(failed)?;
         let request =
@@ -208,19 +251,29 @@ impl ManagedMaster {
         stream.take(MAX_ANSWER).read_to_end(&mut answer).map_err(failed)?;
         let text = String::from_utf8_lossy(&answer).into_owned();
         if !text.starts_with("HTTP/1.1 200") {
-            return Err(Error::new(
-                ErrorKind::Protocol,
-                "ask mooncake_master",
-                "not answered well",
-            )
-            .with("path", path));
+            return Err(Error::new(ErrorKind::Protocol, ASK, "not answered well")
+                .with("admin", self.0)
+                .with("path", path));
         }
         Ok(text)
     }
+}
 
-    /// Ends the process and waits until it is gone.
-    pub fn stop(self) {
-        drop(self);
+/// What a master counted at one moment, in Prometheus' text form.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Metrics(String);
+
+impl Metrics {
+    /// One metric, summed over its labels; 0 if there is none of that name.
+    pub fn value(&self, name: &str) -> f64 {
+        let value = |line: &str| {
+            let rest = line.strip_prefix(name)?;
+            if !rest.starts_with([' ', '{']) {
+                return None;
+            }
+            rest.rsplit_once(' ')?.1.parse::<f64>().ok()
+        };
+        self.0.lines().filter_map(value).sum()
     }
 }
 
@@ -280,6 +333,14 @@ fn free_port() -> Result<u16> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn metrics_are_summed_over_labels_and_names_are_whole() {
+        let text = "# HELP a b\na 2\na_total 7\nb{x=\"1\"} 3\nb{x=\"2\"} 4.5\n";
+        let metrics = Metrics(text.into());
+        let values = ["a", "b", "c", "a_tot"].map(|name| metrics.value(name));
+        assert_eq!(values, [2.0, 7.5, 0.0, 0.0]);
+    }
 
     #[test]
     fn a_program_that_is_missing_or_ends_is_reported() {

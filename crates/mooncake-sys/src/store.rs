@@ -112,6 +112,14 @@ pub trait StoreApi: fmt::Debug + Send + Sync {
     /// Length of an object in bytes.
     fn size(&self, key: &str) -> Result<Result<u64, StoreCode>>;
 
+    /// Names of the segments that hold each object, one for each replica in memory: `host:port` of
+    /// the owner's peer handshake where no metadata server is used. None for a key that is not
+    /// there. `None` if the provider cannot tell.
+    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
+        let _ = keys;
+        Ok(None)
+    }
+
     /// Removes objects. Without `force` a leased object answers [`StoreCode::OBJECT_HAS_LEASE`].
     fn remove(&self, keys: &[&str], force: bool) -> Result<KeyResults<()>>;
 

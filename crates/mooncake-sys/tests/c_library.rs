@@ -10,8 +10,8 @@ mod support;
 use std::{net::TcpListener, path::Path, time::Duration};
 
 use mooncake_sys::{
-    EngineApi, EngineSetup, GetItem, ProviderKind, PutItem, ReadPiece, ReplicaPolicy, StoreApi,
-    StoreCode, StoreSetup,
+    EngineApi, EngineSetup, GetItem, ProviderKind, PutItem, ReadFailure, ReadPiece, ReplicaPolicy,
+    StoreApi, StoreCode, StoreSetup, Submission,
     cabi::{EngineLibrary, LibraryOptions, StoreLibrary},
 };
 use transport_core::{ErrorKind, RemoteAddr, SessionName};
@@ -107,30 +107,61 @@ fn the_engine_table_matches_the_header() {
         remote: RemoteAddr(remote),
         len,
     };
-    let read = |peer: &SessionName, pieces: &[ReadPiece], one_by_one| {
-        // SAFETY: the array is this test's alone, and nothing writes it after the call.
-        unsafe { engine.read(peer, pieces, one_by_one, Duration::from_millis(50)) }
+    let read = |peer: &SessionName, pieces: &[ReadPiece], submission| {
+        // SAFETY: the array is this test's alone, and nothing but the calls here writes it: what the
+        // fake leaves running never writes.
+        unsafe { engine.read(peer, pieces, submission, Duration::from_millis(50)) }
     };
-    for one_by_one in [false, true] {
-        read(&peer, &[piece(0, from, 60), piece(60, from + 60, 40)], one_by_one).unwrap();
+    let (one, two) = (Submission::Single { ahead: 1 }, Submission::Single { ahead: 2 });
+    for submission in [Submission::Batch, one, two] {
+        read(&peer, &[piece(0, from, 60), piece(60, from + 60, 40)], submission).unwrap();
         // SAFETY: 100 bytes of the array above, which no transfer writes now.
         let found = unsafe { std::slice::from_raw_parts_mut(to, 100) };
         assert_eq!(found, source);
         found.fill(0);
     }
+    let live_batches = || {
+        // SAFETY: the file is open already, and the function takes nothing.
+        unsafe {
+            let library = libloading::Library::new(&file).unwrap();
+            library.get::<unsafe extern "C" fn() -> i32>(b"fake_live_batches").unwrap()()
+        }
+    };
     let elsewhere: SessionName = "127.0.0.1:9".parse().unwrap();
-    for (peer, remote, kind) in [
-        (&elsewhere, from, ErrorKind::PeerGone),
-        (&peer, 1, ErrorKind::OutOfRange),
-        (&peer, 2, ErrorKind::PeerGone),
-        (&peer, 3, ErrorKind::Timeout),
-        (&peer, 4, ErrorKind::Protocol),
-    ] {
-        let error = read(peer, &[piece(0, from, 8), piece(8, remote, 8)], false).unwrap_err();
-        assert_eq!(error.kind(), kind, "{error}");
-        assert_eq!(error.context("peer"), Some(peer.to_string().as_str()));
+    let mut left = Vec::new();
+    for submission in [Submission::Batch, one, two] {
+        for (peer, remote, kind, runs) in [
+            (&elsewhere, from, ErrorKind::PeerGone, false),
+            (&peer, 1, ErrorKind::OutOfRange, false),
+            (&peer, 2, ErrorKind::PeerGone, false),
+            (&peer, 3, ErrorKind::Timeout, true),
+            (&peer, 4, ErrorKind::Protocol, true),
+        ] {
+            let pieces = [piece(0, from, 8), piece(8, remote, 8)];
+            let failure = read(peer, &pieces, submission).unwrap_err();
+            let ReadFailure { error, piece, running } = failure;
+            assert_eq!(error.kind(), kind, "{error}");
+            assert_eq!(error.context("peer"), Some(peer.to_string().as_str()));
+            let blamed = peer != &elsewhere && (submission != Submission::Batch || remote > 1);
+            assert_eq!(piece, blamed.then_some(1), "{submission:?} {remote}");
+            assert_eq!(running.is_some(), runs, "{submission:?} {remote}");
+            left.extend(running.map(|running| (remote, running)));
+        }
     }
+    // Only the engine knows when they are over, and their batches stay until then.
+    assert!(left.iter_mut().all(|(_, running)| !running.is_over()));
+    assert_eq!(live_batches(), 6);
+    // SAFETY: the file is open already, and the function takes nothing.
+    unsafe {
+        let library = libloading::Library::new(&file).unwrap();
+        library.get::<unsafe extern "C" fn()>(b"fake_end_all").unwrap()();
+    }
+    for (remote, running) in &mut left {
+        assert_eq!(running.is_over(), *remote == 3);
+    }
+    assert_eq!(live_batches(), 3, "those in a state that nobody knows");
     engine.close().unwrap();
+    assert!(left.iter_mut().all(|(_, running)| running.is_over()), "a closed engine has none");
     assert_eq!(engine.session().unwrap_err().kind(), ErrorKind::Closed);
 }
 
@@ -156,6 +187,10 @@ fn a_missing_or_wrong_library_is_explained() {
     }
     let error = EngineLibrary::load(&LibraryOptions::at(&stub)).unwrap_err();
     assert_eq!(error.context("missing_symbol"), Some("createTransferEngine"), "{error}");
+    assert!(
+        error.context("tried").unwrap().contains("libstub.so: has no createTransfer"),
+        "{error}"
+    );
 
     let first = dir.path().join("libfirst.so");
     let error = StoreLibrary::load(&LibraryOptions::at(&stub).preload(&first)).unwrap_err();

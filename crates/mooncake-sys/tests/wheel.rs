@@ -10,7 +10,7 @@ use std::{
 
 use mooncake_sys::{
     EngineApi, EngineSetup, GetItem, ProviderKind, PutItem, ReadPiece, ReplicaPolicy, StoreApi,
-    StoreCode, StoreSetup,
+    StoreCode, StoreSetup, Submission,
     python::{Interpreter, WheelEngine, WheelOptions, WheelStore},
 };
 use transport_core::{ErrorKind, RemoteAddr};
@@ -160,15 +160,24 @@ fn engines_read_each_other() {
     let rest = [piece(MIB / 2, 4096), piece(MIB / 2 + 4096, MIB / 2 - 4096)];
     let patience = Duration::from_secs(20);
     // SAFETY: the destinations are this test's alone, and registered until the end.
-    unsafe { reader.read(&peer, &half, false, patience) }.unwrap();
+    unsafe { reader.read(&peer, &half, Submission::Batch, patience) }.unwrap();
     // SAFETY: as above.
-    unsafe { reader.read(&peer, &rest, true, patience) }.unwrap();
+    unsafe { reader.read(&peer, &rest, Submission::Single { ahead: 8 }, patience) }.unwrap();
     assert_eq!(source, destination);
 
-    let outside = [ReadPiece { remote: RemoteAddr(from as u64 + 2 * MIB as u64), ..half[0] }];
+    let outside = ReadPiece { remote: RemoteAddr(from as u64 + 2 * MIB as u64), ..half[0] };
+    let one = Submission::Single { ahead: 8 };
     // SAFETY: as above.
-    let refused = unsafe { reader.read(&peer, &outside, true, patience) }.unwrap_err();
-    assert_eq!(refused.context("peer"), Some(peer.to_string().as_str()), "{refused}");
+    let refused = unsafe { reader.read(&peer, &[half[1], outside], one, patience) }.unwrap_err();
+    assert_eq!(refused.error.context("peer"), Some(peer.to_string().as_str()));
+    assert_eq!(refused.piece, Some(1));
+    assert!(refused.running.is_none(), "single pieces are known to be over");
+    let batch = Submission::Batch;
+    // SAFETY: as above.
+    let refused = unsafe { reader.read(&peer, &[half[1], outside], batch, patience) }.unwrap_err();
+    assert!(!refused.running.unwrap().is_over(), "nothing is known of the rest of a batch");
+    // SAFETY: as above.
+    unsafe { reader.read(&peer, &half, Submission::Batch, patience) }.unwrap();
     // SAFETY: no transfer runs.
     unsafe { reader.unregister(&[to]) }.unwrap();
     // SAFETY: as above.

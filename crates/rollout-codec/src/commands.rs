@@ -7,7 +7,9 @@ use transport_core::{Error, ErrorKind, Result};
 
 use crate::{
     Codec, Library, Rollout, Schema, Value,
-    mooncake::{DEFAULT_CHUNK_BYTES, Dump, MemberData, Place, Reader, Reference, SPECS, Writer},
+    mooncake::{
+        DEFAULT_CHUNK_BYTES, Dump, MemberData, ObjectStore, Place, Reader, Reference, SPECS, Writer,
+    },
     notation::{self, Layout},
     restore,
     value::map,
@@ -15,12 +17,29 @@ use crate::{
 
 /// The decoded record of the rollout that `reference` names.
 pub fn decode(objects: &Dump, reference: &Reference, layout: Layout) -> Result<Value> {
-    notation::decoded(&Reader::new(&objects.objects).rollout(reference)?, layout)
+    decode_stored(&objects.objects, reference, layout)
+}
+
+/// [`decode`] out of any store.
+pub fn decode_stored<S: ObjectStore + ?Sized>(
+    store: &S,
+    reference: &Reference,
+    layout: Layout,
+) -> Result<Value> {
+    notation::decoded(&Reader::new(store).rollout(reference)?, layout)
 }
 
 /// The decoded record of the members of one object.
 pub fn decode_members(objects: &Dump, manifest_key: &str) -> Result<Value> {
-    Reader::new(&objects.objects).members(manifest_key)?.decoded()
+    decode_stored_members(&objects.objects, manifest_key)
+}
+
+/// [`decode_members`] out of any store.
+pub fn decode_stored_members<S: ObjectStore + ?Sized>(
+    store: &S,
+    manifest_key: &str,
+) -> Result<Value> {
+    Reader::new(store).members(manifest_key)?.decoded()
 }
 
 /// How to encode.
@@ -58,8 +77,17 @@ impl Default for EncodeOptions {
 /// [`decode_members`]. There is no reference for a record of members.
 pub fn encode(decoded: &Value, options: &EncodeOptions) -> Result<(Dump, Option<Reference>)> {
     let mut dump = Dump::default();
-    let mut writer =
-        Writer::new(&mut dump.objects, &options.prefix)?.chunk_bytes(options.chunk_bytes);
+    let reference = encode_stored(&mut dump.objects, decoded, options)?;
+    Ok((dump, reference))
+}
+
+/// [`encode`] into any store.
+pub fn encode_stored<S: ObjectStore + ?Sized>(
+    store: &mut S,
+    decoded: &Value,
+    options: &EncodeOptions,
+) -> Result<Option<Reference>> {
+    let mut writer = Writer::new(store, &options.prefix)?.chunk_bytes(options.chunk_bytes);
     if let Some(first) = options.first_id {
         let mut next = first;
         writer = writer.ids(move || {
@@ -79,15 +107,12 @@ pub fn encode(decoded: &Value, options: &EncodeOptions) -> Result<(Dump, Option<
         let values = restore::section(part("values")?, part("kinds")?)?;
         let members = members(values, specs.as_ref())?;
         writer.put_members(&metadata, &members, &options.place.partition)?;
-        drop(writer);
-        return Ok((dump, None));
+        return Ok(None);
     }
     let (rollout, schema) = rollout(decoded, options)?;
     let inferred = |name: &&String| schema.fields().get(*name).is_none_or(|field| field.inferred);
     let inferred: HashSet<String> = rollout.non_tensor.keys().filter(inferred).cloned().collect();
-    let reference = writer.put(&rollout, &options.place, &inferred)?;
-    drop(writer);
-    Ok((dump, Some(reference)))
+    writer.put(&rollout, &options.place, &inferred).map(Some)
 }
 
 fn members(

@@ -16,6 +16,7 @@ pub mod commands;
 mod contract;
 mod element;
 mod frameworks;
+pub mod fuzzing;
 mod infer;
 pub mod json;
 pub mod mooncake;
@@ -29,6 +30,8 @@ mod restore;
 mod rollout;
 mod rows;
 mod schema;
+#[cfg(feature = "transport")]
+pub mod transport;
 mod value;
 
 pub use column::{

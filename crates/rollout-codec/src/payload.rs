@@ -194,6 +194,24 @@ impl Payload {
 
     /// The whole dict, with torch rows that borrow this payload's memory.
     pub fn rollout(&self) -> Rollout<'_> {
+        fn borrowed(field: &RaggedRows) -> Vec<Piece<'_>> {
+            field.rows.iter().map(|row| Piece::Borrowed(row)).collect()
+        }
+        self.dict(self.fields.iter().map(borrowed).collect())
+    }
+
+    /// The whole dict, which takes over this payload's memory.
+    pub fn into_rollout(mut self) -> Rollout<'static> {
+        let rows = |field: &mut RaggedRows| {
+            let rows = std::mem::take(&mut field.rows);
+            rows.into_iter().map(|row| Piece::Shared(row.into())).collect()
+        };
+        let pieces = self.fields.iter_mut().map(rows).collect();
+        self.dict(pieces)
+    }
+
+    /// The dict, with these rows in its ragged fields.
+    fn dict<'r>(&self, pieces: Vec<Vec<Piece<'r>>>) -> Rollout<'r> {
         let rows = self.rows();
         let bit = |i: usize| draw(seed(purpose::REWARDS, 0), i as u64) & 1;
         let ints = |items: &mut dyn Iterator<Item = u64>| {
@@ -201,6 +219,8 @@ impl Payload {
             Column::Scalars(Scalars::new(Dtype::Int64, data).expect("whole elements"))
         };
         let mut rollout = Rollout::default();
+        let ones = |row: &[u8]| row.chunks(4).filter(|mask| mask[0] == 1).count() as f32;
+        let sums: Vec<u8> = pieces[1].iter().flat_map(|row| ones(row).to_le_bytes()).collect();
         let add = |rollout: &mut Rollout<'_>, name: &str, column: Column<'static>| {
             rollout.non_tensor.insert(name.to_owned(), column);
         };
@@ -216,17 +236,14 @@ impl Payload {
         add(&mut rollout, "rewards", Column::Scalars(rewards));
         let names = Blobs::from_text(vec![Some("dapo-math-17k"); rows]);
         add(&mut rollout, "source_names", Column::Blobs(names));
-        for field in &self.fields {
+        for (field, pieces) in self.fields.iter().zip(pieces) {
             let template = Template::tail(field.tail.clone());
             let mut column = Ragged::new(field.dtype, RowKind::Torch, template).expect("small");
-            for row in &field.rows {
-                column.push(Piece::Borrowed(row)).expect("whole steps");
+            for row in pieces {
+                column.push(row).expect("whole steps");
             }
             rollout.non_tensor.insert(field.name.to_owned(), Column::Ragged(column));
         }
-        let ones = |row: &[u8]| row.chunks(4).filter(|mask| mask[0] == 1).count() as f32;
-        let sums: Vec<u8> =
-            self.fields[1].rows.iter().flat_map(|row| ones(row).to_le_bytes()).collect();
         let meta = TensorMeta::new(Dtype::Float32, [rows as u64]).expect("as long as the rows");
         let sums = Dense::new(Library::Torch, meta, sums).expect("one a row");
         rollout.batch.insert("rollout_mask_sums".into(), Column::Dense(sums));

@@ -20,6 +20,7 @@ pub mod memory_transport;
 mod names;
 pub mod registry;
 mod rng;
+mod seldom;
 mod session;
 mod transport;
 
@@ -30,12 +31,13 @@ pub use error::{Error, ErrorKind, ErrorStatus, Result};
 pub use memory::{RegionKind, RegionMut, RegionSlice};
 pub use memory_transport::MemoryTransport;
 pub use names::{
-    ArenaOffset, ClientId, Epoch, FeatureName, Generation, MAX_KEY_BYTES, ObjectKey, RemoteAddr,
-    SampleId, SampleKey, Sequence, StoreId,
+    ArenaOffset, ClientId, Epoch, FeatureName, Generation, MAX_KEY_BYTES, MapMark, ObjectKey,
+    RemoteAddr, SampleId, SampleKey, Sequence, StoreId,
 };
+pub use seldom::Seldom;
 pub use session::{SessionName, check_host};
 pub use transport::{
     Capabilities, DEFAULT_DEADLINE, Destination, FetchOptions, FetchRequest, Fetched, Health,
     Publication, PublishOptions, Ready, ReadyEvent, Release, ReleaseReport, Tensor, Transport,
-    TransportInfo,
+    TransportInfo, Writer,
 };

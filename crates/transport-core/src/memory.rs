@@ -36,6 +36,9 @@ pub enum RegionKind {
         /// Device ordinal.
         device: u32,
     },
+    /// Nowhere yet: a [`Writer`](crate::Writer) brings the bytes when a transport has room for
+    /// them.
+    Unwritten,
 }
 
 impl RegionKind {
@@ -73,9 +76,9 @@ pub struct RegionMut(Span);
 
 /// Counted view of bytes that nobody writes any more. Cloning and slicing copy no bytes.
 ///
-/// A view into another process's memory ([`Destination::View`](crate::Destination::View)) keeps that
-/// promise only until its sample is released or its lease ends: whoever made the view must drop it
-/// before that.
+/// That is also true of a view into another process's memory
+/// ([`Destination::View`](crate::Destination::View)): it keeps the publisher from reusing the bytes
+/// for as long as it lives.
 #[derive(Clone)]
 pub struct RegionSlice(Span);
 
@@ -268,6 +271,13 @@ impl RegionSlice {
         Self(Span { start, len, kind, _owner: owner })
     }
 
+    /// Stands for `len` bytes that do not exist yet and that nobody can reach: the tensors of a
+    /// publication that is [written in place](crate::Publication::written).
+    pub fn unwritten(len: usize) -> Self {
+        let (start, kind) = (NonNull::dangling(), RegionKind::Unwritten);
+        Self(Span { start, len, kind, _owner: Arc::new(()) })
+    }
+
     /// Copies `bytes` to the heap.
     pub fn copy_of(bytes: &[u8]) -> Self {
         let mut region = RegionMut::zeroed(bytes.len()).expect("as long as an existing slice");
@@ -317,11 +327,29 @@ impl RegionSlice {
         Self(self.0.keeping(also))
     }
 
+    /// Puts two slices together that were cut from one: the same owner, end to end. Gives `self`
+    /// and `next` back if they do not lie like that.
+    pub fn join(self, next: Self) -> std::result::Result<Self, (Self, Self)> {
+        let (own, other) = (&self.0, &next.0);
+        let is_next = own.kind == other.kind
+            && own.kind != RegionKind::Unwritten
+            && Arc::ptr_eq(&own._owner, &other._owner)
+            && (own.start.as_ptr() as usize).checked_add(own.len)
+                == Some(other.start.as_ptr() as usize);
+        match own.len.checked_add(other.len).filter(|_| is_next) {
+            Some(len) => Ok(Self(Span { len, ..self.0 })),
+            None => Err((self, next)),
+        }
+    }
+
     /// The bytes in `range`; `None` if it does not lie inside.
     pub fn slice(&self, range: Range<usize>) -> Option<Self> {
         let len = range.end.checked_sub(range.start)?;
         if range.end > self.0.len {
             return None;
+        }
+        if self.0.kind == RegionKind::Unwritten {
+            return Some(Self(Span { len, ..self.0.clone() })); // there is no address to move
         }
         // SAFETY: `start <= end <= len`, so the address stays within or one past the allocation.
         let start = unsafe { self.0.start.add(range.start) };
@@ -421,6 +449,28 @@ mod tests {
             unsafe { RegionMut::from_foreign(NonNull::dangling(), 8, kind, Arc::new(())) };
         assert!(region.as_mut_bytes().is_none());
         assert!(region.freeze().as_bytes().is_none());
+    }
+
+    #[test]
+    fn only_what_was_cut_apart_is_joined() {
+        let mut region = RegionMut::zeroed(10).unwrap();
+        region.as_mut_bytes().unwrap()[9] = 9;
+        let (head, tail) = region.split_at(4).unwrap();
+        let whole = head.freeze().join(tail.freeze()).unwrap();
+        assert_eq!((whole.len(), whole.as_bytes().unwrap()[9]), (10, 9));
+        let (head, middle) = (whole.slice(0..4).unwrap(), whole.slice(5..6).unwrap());
+        let (head, _) = head.join(middle).unwrap_err();
+        let (_, _) = head.clone().join(RegionSlice::copy_of(&[1])).unwrap_err();
+        let (_, _) = whole.slice(4..6).unwrap().join(head).unwrap_err();
+    }
+
+    #[test]
+    fn what_is_not_written_yet_cannot_be_read() {
+        let slice = RegionSlice::unwritten(8);
+        assert_eq!((slice.len(), slice.as_bytes()), (8, None));
+        let part = slice.slice(2..5).unwrap();
+        assert_eq!((part.len(), part.as_bytes()), (3, None));
+        assert!(!slice.kind().is_host());
     }
 
     #[test]

@@ -141,6 +141,12 @@ number_newtype!(
     Sequence
 );
 number_newtype!(
+    /// Byte of a shared arena's file that a consumer keeps locked for as long as it maps the arena:
+    /// random, never 0, at most 2^53. The kernel ends the lock together with the mapping, so the
+    /// publisher can tell a consumer that is only slow from one that can see nothing any more.
+    MapMark
+);
+number_newtype!(
     /// An address in the publisher's address space. Never dereferenced here.
     RemoteAddr
 );
@@ -152,10 +158,25 @@ number_newtype!(
 impl Epoch {
     /// A fresh random epoch.
     pub fn random() -> Self {
-        let mut bytes = [0u8; 8];
-        getrandom::fill(&mut bytes).expect("the operating system provides random bytes");
-        Self((u64::from_le_bytes(bytes) >> 11).max(1))
+        Self(random_number())
     }
+}
+
+impl MapMark {
+    /// Largest mark.
+    pub const MAX: Self = Self(1 << 53);
+
+    /// A fresh random mark.
+    pub fn random() -> Self {
+        Self(random_number())
+    }
+}
+
+/// From 1 to 2^53.
+fn random_number() -> u64 {
+    let mut bytes = [0u8; 8];
+    getrandom::fill(&mut bytes).expect("the operating system provides random bytes");
+    (u64::from_le_bytes(bytes) >> 11).max(1)
 }
 
 impl RemoteAddr {

@@ -96,6 +96,11 @@ impl FromStr for SessionName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
+        if let Some((scheme, rest)) = text.split_once("://") {
+            let rest = rest.split('/').next().unwrap_or(rest);
+            return Err(invalid("a URL where host:port is wanted", text)
+                .remedy(format!("leave out {scheme}://: write {rest}")));
+        }
         let (host, port) = if let Some(rest) = text.strip_prefix('[') {
             let (host, rest) =
                 rest.split_once(']').ok_or_else(|| invalid("the bracket is not closed", text))?;
@@ -184,6 +189,9 @@ mod tests {
             ("bücher.example:1", "xn--"),
             ("a b:1", "host name"),
             ("host:+1", "number"),
+            ("http://127.0.0.1:9000", "leave out http://: write 127.0.0.1:9000"),
+            ("https://host:1/health", "leave out https://: write host:1"),
+            ("tcp://host", "leave out tcp://"),
             (long.as_str(), "253"),
         ] {
             let error = text.parse::<SessionName>().unwrap_err().to_string();

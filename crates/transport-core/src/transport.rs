@@ -1,13 +1,13 @@
 //! The contract that every transport keeps.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{any::Any, fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use indexmap::IndexMap;
 
 use crate::{
-    ClientId, Descriptor, Error, ErrorKind, FeatureName, RegionMut, RegionSlice, Result, SampleKey,
-    TensorMeta,
+    ClientId, Descriptor, Error, ErrorKind, FeatureName, RegionKind, RegionMut, RegionSlice,
+    Result, SampleKey, TensorMeta,
 };
 
 /// Deadline of a fetch or publish that names none.
@@ -58,7 +58,8 @@ pub trait Transport: fmt::Debug + Send + Sync {
     ///   the tensors asked for; otherwise the call fails with [`ErrorKind::InvalidInput`] before any
     ///   byte moves, and regions go back to their owners at once.
     /// - A tensor without bytes is returned without a transfer.
-    /// - From a successful fetch until [`Self::release`], the publisher keeps the bytes.
+    /// - From a successful fetch until [`Self::release`], the publisher keeps the bytes; what a view
+    ///   shows, also until the view is dropped, however long this process is out of touch with it.
     async fn fetch(
         &self,
         requests: Vec<FetchRequest>,
@@ -71,8 +72,22 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// - Idempotent: what is gone is counted in [`ReleaseReport::already_gone`].
     /// - A descriptor of an older life of a key never touches a newer one:
     ///   [`ReleaseReport::stale`].
-    /// - Views must be dropped first: whatever they still show may be overwritten otherwise.
+    /// - A sample with live views is let go of at once, but goes back to its publisher only when the
+    ///   last view of it is dropped: until then its bytes stay what they are, its key may stay
+    ///   taken, and it is counted ([`ReleaseReport::deferred`], [`Health::deferred_samples`]). It
+    ///   cannot be fetched again meanwhile, and releasing it again reports it as already gone.
     async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport>;
+
+    /// Ends this client's holds on samples and frees nothing: other clients may still come for
+    /// them. What drains goes with its last holder.
+    ///
+    /// For consumers that are done with a sample that somebody else releases. A hold that views
+    /// need ends with the last of them, or stays if the sample is fetched again before. Nothing
+    /// happens to samples that this client does not hold, or where the transport knows no holds.
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        let _ = samples; // no holds, nothing to end
+        Ok(())
+    }
 
     /// Measures what is held, free and in flight at this moment.
     async fn health(&self) -> Result<Health>;
@@ -152,6 +167,24 @@ pub enum Ready {
 pub trait ReadyEvent: fmt::Debug + Send + Sync {
     /// Blocks until the event has happened, at most `timeout`.
     fn wait(&self, timeout: Duration) -> Result<()>;
+
+    /// The event itself, for a transport that can order its work after it without blocking a
+    /// thread, such as after a CUDA event. None: there is only [`Self::wait`].
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
+}
+
+/// Writes the tensors of a sample straight into the memory that a transport sends or shares, so
+/// that no copy of them exists before.
+pub trait Writer: fmt::Debug + Send + Sync {
+    /// Fills `destinations`: one for each tensor of the publication, in its order, each as long as
+    /// its tensor.
+    ///
+    /// Every byte has to be written: they hold whatever was there before. Called on a thread that
+    /// may block, and once more where a publish is tried again. An error ends the publish, and
+    /// nothing of its batch stays.
+    fn write(&self, destinations: &mut [&mut [u8]]) -> Result<()>;
 }
 
 /// One sample to publish.
@@ -169,12 +202,71 @@ pub struct Publication {
     /// Consumer that will fetch the sample. A transport with [`Capabilities::leases`] holds the
     /// sample for it from the start, so that it cannot vanish or leak between publish and fetch.
     pub holder: Option<ClientId>,
+    /// Brings the bytes of all tensors, whose data is then [unwritten](RegionSlice::unwritten).
+    pub writer: Option<Arc<dyn Writer>>,
 }
 
 impl Publication {
     /// A sample whose sources are final at `ready`.
     pub fn new(sample: SampleKey, tensors: IndexMap<FeatureName, Tensor>, ready: Ready) -> Self {
-        Self { sample, tensors, ready, aux_layer_ids: None, holder: None }
+        Self { sample, tensors, ready, aux_layer_ids: None, holder: None, writer: None }
+    }
+
+    /// A sample that `writer` writes in the place where consumers read it, once there is room.
+    pub fn written(
+        sample: SampleKey,
+        tensors: IndexMap<FeatureName, TensorMeta>,
+        writer: Arc<dyn Writer>,
+    ) -> Self {
+        let unwritten = |(name, meta): (FeatureName, TensorMeta)| {
+            let data = RegionSlice::unwritten(meta.nbytes() as usize);
+            (name, Tensor { meta, data })
+        };
+        let tensors = tensors.into_iter().map(unwritten).collect();
+        Self { writer: Some(writer), ..Self::new(sample, tensors, Ready::Now) }
+    }
+
+    /// The first tensor whose bytes this process can neither read nor write: device memory.
+    pub fn unreachable(&self) -> Option<&FeatureName> {
+        let reachable = |tensor: &Tensor| {
+            let kind = tensor.data.kind();
+            kind.is_host() || (kind == RegionKind::Unwritten && self.writer.is_some())
+        };
+        self.tensors.iter().find(|(_, tensor)| !reachable(tensor)).map(|(name, _)| name)
+    }
+
+    /// Brings the bytes of all tensors: copies their data, or lets the writer write. For transports,
+    /// once the sources are ready.
+    ///
+    /// # Panics
+    /// If a tensor is [unreachable](Self::unreachable), or if there is not one destination for each
+    /// tensor, as long as it.
+    pub fn write_into(&self, destinations: &mut [&mut [u8]]) -> Result<()> {
+        assert_eq!(destinations.len(), self.tensors.len(), "one destination for each tensor");
+        if let Some(writer) = &self.writer {
+            return writer.write(destinations);
+        }
+        for (tensor, destination) in self.tensors.values().zip(destinations) {
+            let source = tensor.data.as_bytes().expect("checked to be host memory");
+            destination.copy_from_slice(source);
+        }
+        Ok(())
+    }
+
+    /// The same sample with its bytes in memory of their own, for transports that cannot have them
+    /// written in place.
+    pub fn materialized(mut self) -> Result<Self> {
+        let Some(writer) = self.writer.take() else { return Ok(self) };
+        let mut regions = Vec::with_capacity(self.tensors.len());
+        for tensor in self.tensors.values() {
+            regions.push(RegionMut::zeroed(tensor.data.len())?);
+        }
+        let bytes = |region| RegionMut::as_mut_bytes(region).expect("heap memory");
+        writer.write(&mut regions.iter_mut().map(bytes).collect::<Vec<_>>())?;
+        for (tensor, region) in self.tensors.values_mut().zip(regions) {
+            tensor.data = region.freeze();
+        }
+        Ok(self)
     }
 
     /// Names the consumer to hold the sample for.
@@ -312,8 +404,8 @@ impl FetchOptions {
 pub struct Fetched {
     /// What was read.
     pub descriptor: Arc<Descriptor>,
-    /// The tensors, in the order asked for. Their memory lives as long as they do, but what a view
-    /// shows is only kept by the publisher until the sample is released.
+    /// The tensors, in the order asked for. Their memory lives as long as they do, and its bytes do
+    /// not change, also those of views whose sample is released or whose publisher is gone.
     pub tensors: IndexMap<FeatureName, Tensor>,
     /// Whether the publisher's and the objects' lives were compared with the descriptor's; false
     /// with older peers that do not tell.
@@ -361,6 +453,9 @@ pub struct ReleaseReport {
     pub stale: u64,
     /// Sent to a peer that does not answer frees; taken as released.
     pub unconfirmed: u64,
+    /// Views of them are alive in this process: this call let go of them, and the publisher is told
+    /// when the last view is dropped.
+    pub deferred: u64,
 }
 
 impl ReleaseReport {
@@ -370,6 +465,7 @@ impl ReleaseReport {
         self.already_gone += other.already_gone;
         self.stale += other.stale;
         self.unconfirmed += other.unconfirmed;
+        self.deferred += other.deferred;
     }
 }
 
@@ -400,16 +496,29 @@ pub struct Health {
     pub stale_frees: u64,
     /// Samples that came back because their holder died.
     pub lease_expired_samples: u64,
+    /// Holders that are silent for longer than their lease, or have said goodbye, but whose process
+    /// still maps the arena: what they hold stays where it is until it does so no more.
+    pub stalled_clients: u64,
+    /// Samples that were released here while views of them were alive, and go back with the last.
+    pub deferred_samples: u64,
     /// Tensor payload that passed through host memory of this process.
     pub host_payload_bytes: u64,
     /// Tensor payload that moved within or between devices.
     pub device_payload_bytes: u64,
     /// Memory that an unfinished transfer may still write.
     pub quarantined_bytes: u64,
+    /// Times that memory was registered with an engine. It grows while pools grow, and never with
+    /// the samples that are moved. Left out of JSON where nothing was ever registered.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub registrations: u64,
     /// Open connections to or from peers.
     pub connected_peers: u64,
     /// Lines, frames or requests of peers that were refused.
     pub protocol_errors: u64,
     /// The newest failure, for people.
     pub last_error: Option<String>,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }

@@ -107,12 +107,15 @@ mod bare {
 
 mod one_object {
     transport_core::conformance_tests!(super::OneObject, not_applicable: [
+        "a_view_outlives_its_consumer",
         "a_dropped_fetch_is_quarantined_until_over",
         "a_killed_publisher_is_an_error_in_time",
         "a_missing_capability_is_an_error",
         "a_replaced_life_waits_for_all_holders",
         "a_sample_goes_with_its_last_holder",
         "a_stranger_cannot_take_memory_from_a_holder",
+        "a_view_outlives_its_consumer",
+        "what_drains_goes_when_it_is_let_go",
         "an_older_publisher_is_read",
         "close_ends_the_consumer",
     ]);

@@ -1,8 +1,14 @@
 //! The direct transport: samples are read out of the memory of the process that captured them.
-#![forbid(unsafe_code)] // mappings are capture-arena's; an engine for devices will need some
+#![deny(unsafe_code)] // but for the shm engine's views, and the engines for devices and of Mooncake
 
 mod claims;
 mod control;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)]
+pub mod cuda;
+#[cfg(feature = "cuda")]
+pub mod device;
+mod mooncake;
 mod net;
 mod shm;
 mod sink;
@@ -14,6 +20,7 @@ pub use control::{
     AnonymousFrees, ControlClient, ControlOptions, ControlServer, ControlServerConfig,
     ControlServerStats, ControlStats, FreeTicket, Standing,
 };
+pub use mooncake::{MooncakeEngine, MooncakeOptions, MooncakeStats, Protocol};
 pub use net::{AllowList, Cidr};
 pub use sink::{CaptureSink, SinkConfig, SinkReservation};
 pub use tcp::{

@@ -1,4 +1,5 @@
 //! The shm engine: another process's arena, mapped into this one.
+#![allow(unsafe_code)]
 
 use std::sync::{
     Arc,
@@ -9,8 +10,10 @@ use capture_arena::{MappedBacking, SharedHandle};
 use control_proto::control::ArenaInfo;
 use parking_lot::Mutex;
 use transport_core::{
-    ArenaOffset, Error, ErrorKind, RegionMut, RegionSlice, RemoteAddr, Result, SessionName,
+    ArenaOffset, Error, ErrorKind, MapMark, RegionMut, RegionSlice, RemoteAddr, Result, SessionName,
 };
+
+use crate::transport::InUse;
 
 /// Bytes that are copied between two looks at the stop flag.
 const CHUNK: usize = 16 << 20;
@@ -20,28 +23,39 @@ const CHUNK: usize = 16 << 20;
 pub(crate) struct SharedArena {
     info: ArenaInfo,
     server: SessionName,
+    mark: MapMark,
     mapping: Mutex<Option<MappedBacking>>,
 }
 
 impl SharedArena {
-    pub(crate) fn new(info: ArenaInfo, server: SessionName) -> Self {
-        Self { info, server, mapping: Mutex::new(None) }
+    pub(crate) fn new(info: ArenaInfo, server: SessionName, mark: MapMark) -> Self {
+        Self { info, server, mark, mapping: Mutex::new(None) }
     }
 
     /// `len` bytes at `address`, where the publisher put them.
     ///
-    /// The caller has made sure that the range lies in the arena and is held.
-    pub(crate) fn view(&self, address: RemoteAddr, len: u64) -> Result<RegionSlice> {
+    /// The range lies in an object of the sample that is in use.
+    pub(crate) fn view(
+        &self,
+        address: RemoteAddr,
+        len: u64,
+        sample: &Arc<InUse>,
+    ) -> Result<RegionSlice> {
         let outside = || {
             Error::new(ErrorKind::OutOfRange, "view", "the range lies outside the mapped arena")
                 .with("address", format_args!("{:#x}", address.0))
                 .with("bytes", len)
         };
         let offset = address.0.checked_sub(self.info.base.0).ok_or_else(outside)?;
-        self.mapping()?.slice(ArenaOffset(offset), len).ok_or_else(outside)
+        // SAFETY: the use keeps the mapping. It was registered before the claim of the sample was
+        // relied on, and while it lives no release of the sample is sent; the publisher keeps a
+        // claim of this transport's for as long as the arena is mapped under its mark.
+        let view = unsafe { sample.mapping().view(ArenaOffset(offset), len, sample.clone()) };
+        view.ok_or_else(outside)
     }
 
-    fn mapping(&self) -> Result<MappedBacking> {
+    /// The publisher's memory; mapped at the first call.
+    pub(crate) fn mapping(&self) -> Result<MappedBacking> {
         let mut mapping = self.mapping.lock();
         if let Some(mapping) = &*mapping {
             return Ok(mapping.clone());
@@ -59,7 +73,8 @@ impl SharedArena {
             ino: shm.ino,
             bytes: self.info.bytes,
         };
-        let opened = MappedBacking::open(&handle).map_err(|e| e.with("peer", &self.server))?;
+        let opened =
+            MappedBacking::open(&handle, self.mark).map_err(|e| e.with("peer", &self.server))?;
         Ok(mapping.insert(opened).clone())
     }
 }

@@ -1,5 +1,9 @@
 //! The publishing side: an arena, and the two listeners through which others read and free it.
 
+mod fill;
+mod late;
+mod reservation;
+
 use std::{
     net::SocketAddr,
     sync::{
@@ -9,17 +13,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use capture_arena::{
-    Arena, PublishedSample, Reservation, ReserveOptions, ReservedSample, SamplePlan,
-};
+use capture_arena::{Arena, PublishedSample, ReserveOptions, SamplePlan};
 use control_proto::{Secret, control::Limits};
 use indexmap::IndexMap;
 use tokio::sync::{oneshot, watch};
 use transport_core::{
     ArenaLocation, ClientId, Descriptor, Error, ErrorKind, FeatureDescriptor, Health, Location,
-    Publication, PublishOptions, Ready, RegionMut, Result, SessionName,
+    Publication, PublishOptions, Result, SessionName,
 };
 
+pub use self::reservation::SinkReservation;
+use self::{
+    fill::{Filler, Moved, plan_of},
+    late::LateWrites,
+};
 use crate::{
     AllowList, AnonymousFrees, ControlServer, ControlServerConfig, ControlServerStats, DataServer,
     DataServerConfig, DataServerStats, WriteWindow, workers::Workers,
@@ -127,13 +134,17 @@ struct Inner {
     data: Arc<DataServer>,
     control: ControlServer,
     copies: Workers,
+    filler: Filler,
+    late: LateWrites,
     closed: watch::Sender<bool>,
     host_bytes: AtomicU64,
+    device_bytes: AtomicU64,
 }
 
 impl CaptureSink {
     /// Starts both listeners over `arena`.
     pub fn start(arena: Arena, config: SinkConfig) -> Result<Self> {
+        let filler = Filler::new(&arena)?;
         let data = Arc::new(DataServer::start(&arena, &config.data())?);
         let measured = Arc::downgrade(&data);
         let health = move |mut health: Health| {
@@ -153,8 +164,11 @@ impl CaptureSink {
             data,
             control,
             copies: Workers::new("fs-publish", MAX_COPIES),
+            filler,
+            late: LateWrites::default(),
             closed: watch::channel(false).0,
             host_bytes: AtomicU64::new(0),
+            device_bytes: AtomicU64::new(0),
         })))
     }
 
@@ -219,22 +233,44 @@ impl CaptureSink {
         if batch.is_empty() {
             return Ok(Vec::new());
         }
-        check_sources(&batch)?;
+        self.0.filler.check(&batch)?;
         let deadline = Instant::now().checked_add(options.deadline);
         let plans = batch.iter().map(plan_of).collect();
         let reserve = ReserveOptions::default().replace(options.replace).deadline(options.deadline);
         let reservation = self.reserve(plans, reserve).await?;
         let (done, filled) = oneshot::channel();
+        let this = self.clone();
         self.0.copies.run(move || {
+            let filled = this.0.filler.fill(reservation, &batch, deadline);
+            // The last handle of a sink closes it, which waits for this thread.
+            drop((this, batch));
             // A caller that went away gives the batch up with the message.
-            let _ = done.send(fill(reservation, &batch, deadline));
+            let _ = done.send(filled);
         })?;
         let filled = self.unless_closed("publish", async {
             filled.await.unwrap_or_else(|_| {
                 Err(Error::new(ErrorKind::Closed, "publish", "the copy was given up"))
             })
         });
-        filled.await?.publish().await
+        filled.await?.publish_filled().await
+    }
+
+    /// [`Self::publish`] for threads that may block; copies on this thread, which saves a hop.
+    pub fn publish_blocking(
+        &self,
+        batch: Vec<Publication>,
+        options: PublishOptions,
+    ) -> Result<Vec<Descriptor>> {
+        self.check_open("publish")?;
+        if batch.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.0.filler.check(&batch)?;
+        let deadline = Instant::now().checked_add(options.deadline);
+        let plans = batch.iter().map(plan_of).collect();
+        let reserve = ReserveOptions::default().replace(options.replace).deadline(options.deadline);
+        let reservation = self.reserve_blocking(plans, reserve)?;
+        self.0.filler.fill(reservation, &batch, deadline)?.publish_filled_blocking()
     }
 
     /// Measures the arena, the connections and the bytes that passed through.
@@ -285,6 +321,9 @@ impl CaptureSink {
             control.bad_lines + control.refused_lines + control.closed_for_cause;
         health.last_error = health.last_error.take().or(control.last_error);
         health.host_payload_bytes += self.0.host_bytes.load(Ordering::Relaxed);
+        health.device_payload_bytes += self.0.device_bytes.load(Ordering::Relaxed);
+        health.quarantined_bytes +=
+            self.0.filler.quarantined_bytes() + self.0.late.quarantined_bytes();
         health
     }
 
@@ -305,14 +344,16 @@ impl CaptureSink {
         }
     }
 
-    /// Describes what the arena has published.
+    /// Describes what the arena has published. What nobody copied was written where it is: through
+    /// the host into its own memory, on the device without the host.
     fn describe(
         &self,
         published: Vec<PublishedSample>,
         holders: Vec<Option<ClientId>>,
         aux_layer_ids: Vec<Option<Vec<i64>>>,
+        moved: Option<Moved>,
     ) -> Result<Vec<Descriptor>> {
-        let mut host_bytes = 0;
+        let mut bytes = 0;
         let described = published
             .into_iter()
             .zip(holders)
@@ -328,7 +369,7 @@ impl CaptureSink {
                     .objects
                     .into_iter()
                     .map(|object| {
-                        host_bytes += object.meta.nbytes();
+                        bytes += object.meta.nbytes();
                         let feature =
                             FeatureDescriptor::new(object.meta, object.address, Some(object.seq));
                         (object.name, feature)
@@ -337,7 +378,10 @@ impl CaptureSink {
                 Descriptor::new(sample.sample, features, layers, Location::Arena(place))
             })
             .collect();
-        self.0.host_bytes.fetch_add(host_bytes, Ordering::Relaxed);
+        let written = if self.0.filler.is_cpu() { bytes } else { 0 };
+        let moved = moved.unwrap_or(Moved { host: written, device: 0 });
+        self.0.host_bytes.fetch_add(moved.host, Ordering::Relaxed);
+        self.0.device_bytes.fetch_add(moved.device, Ordering::Relaxed);
         described
     }
 }
@@ -358,72 +402,6 @@ impl Drop for Inner {
     }
 }
 
-/// Ranges of a batch that are being filled; dropping it gives the batch up.
-#[derive(Debug)]
-#[must_use = "dropping a reservation gives it up"]
-pub struct SinkReservation {
-    sink: CaptureSink,
-    reservation: Reservation,
-    holders: Vec<Option<ClientId>>,
-    aux_layer_ids: Vec<Option<Vec<i64>>>,
-}
-
-impl SinkReservation {
-    fn new(sink: CaptureSink, reservation: Reservation, holders: Vec<Option<ClientId>>) -> Self {
-        let aux_layer_ids = vec![None; holders.len()];
-        Self { sink, reservation, holders, aux_layer_ids }
-    }
-
-    /// The samples, in the order in which they were asked for.
-    pub fn samples(&self) -> &[ReservedSample] {
-        self.reservation.samples()
-    }
-
-    /// The bytes of one tensor; they hold whatever was there before.
-    ///
-    /// # Panics
-    /// If there is no such tensor, or its region is taken.
-    pub fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
-        self.reservation.bytes_mut(sample, object)
-    }
-
-    /// Hands the region of one tensor to a writer; see [`Reservation::take`].
-    ///
-    /// # Panics
-    /// If there is no such tensor, or its region is taken already.
-    pub fn take(&mut self, sample: usize, object: usize) -> RegionMut {
-        self.reservation.take(sample, object)
-    }
-
-    /// Takes a region back from its writer; see [`Reservation::put_back`].
-    pub fn put_back(&mut self, sample: usize, object: usize, region: RegionMut) -> Result<()> {
-        self.reservation.put_back(sample, object, region)
-    }
-
-    /// Records which model layers a sample's hidden states were taken from.
-    ///
-    /// # Panics
-    /// If there is no such sample.
-    pub fn set_aux_layer_ids(&mut self, sample: usize, layers: Option<Vec<i64>>) {
-        self.aux_layer_ids[sample] = layers;
-    }
-
-    /// Makes the batch readable, all at once, and describes it.
-    pub async fn publish(self) -> Result<Vec<Descriptor>> {
-        let Self { sink, reservation, holders, aux_layer_ids } = self;
-        let published = sink.unless_closed("publish", reservation.publish()).await?;
-        sink.describe(published, holders, aux_layer_ids)
-    }
-
-    /// [`Self::publish`] for threads that may block.
-    pub fn publish_blocking(self) -> Result<Vec<Descriptor>> {
-        let Self { sink, reservation, holders, aux_layer_ids } = self;
-        sink.check_open("publish")?;
-        let published = reservation.publish_blocking()?;
-        sink.describe(published, holders, aux_layer_ids)
-    }
-}
-
 fn closed(operation: &'static str) -> Error {
     Error::new(ErrorKind::Closed, operation, "the sink is closed")
 }
@@ -432,50 +410,4 @@ fn add_data(health: &mut Health, data: DataServerStats) {
     health.connected_peers += data.connections;
     health.protocol_errors += data.protocol_errors + data.rejected;
     health.last_error = health.last_error.take().or(data.last_error);
-}
-
-fn check_sources(batch: &[Publication]) -> Result<()> {
-    for publication in batch {
-        for (name, tensor) in &publication.tensors {
-            if tensor.data.as_bytes().is_none() {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    "publish",
-                    "this sink cannot read device memory",
-                )
-                .with("key", publication.sample.object(name))
-                .remedy("copy the tensor to host memory first"));
-            }
-        }
-    }
-    Ok(())
-}
-
-fn plan_of(publication: &Publication) -> SamplePlan {
-    let tensors = publication.tensors.iter();
-    SamplePlan {
-        sample: publication.sample.clone(),
-        objects: tensors.map(|(name, tensor)| (name.clone(), tensor.meta.clone())).collect(),
-        holder: publication.holder.clone(),
-    }
-}
-
-/// Copies each source once it is final.
-fn fill(
-    mut reservation: SinkReservation,
-    batch: &[Publication],
-    deadline: Option<Instant>,
-) -> Result<SinkReservation> {
-    let left = || deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
-    for (i, publication) in batch.iter().enumerate() {
-        if let Ready::After(event) = &publication.ready {
-            event.wait(left()).map_err(|e| e.with("sample", &publication.sample))?;
-        }
-        for (j, tensor) in publication.tensors.values().enumerate() {
-            let source = tensor.data.as_bytes().expect("checked to be host memory");
-            reservation.bytes_mut(i, j).copy_from_slice(source);
-        }
-        reservation.set_aux_layer_ids(i, publication.aux_layer_ids.clone());
-    }
-    Ok(reservation)
 }

@@ -2,16 +2,11 @@
 
 mod support;
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use capture_arena::{Arena, ArenaConfig, Backing, BaseAddress};
 use support::*;
-use transport_core::{
-    ClientId, Destination, ErrorKind, FetchOptions, FetchRequest, Fetched, RemoteAddr,
-};
+use transport_core::{ClientId, Destination, ErrorKind, FetchOptions, FetchRequest, RemoteAddr};
 use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine, SinkConfig};
 
 /// A publisher on given ports, with a given arena base: as like its predecessor as it can be.
@@ -37,15 +32,6 @@ fn sink_at(ports: Option<[u16; 3]>, bytes: u64) -> CaptureSink {
 
 fn ports(sink: &CaptureSink) -> [u16; 3] {
     [sink.session().port(), data_port(sink.session()).port(), sink.control().port()]
-}
-
-fn view(
-    consumer: &DirectTransport,
-    sample: &Arc<transport_core::Descriptor>,
-) -> transport_core::Result<Fetched> {
-    let request = FetchRequest::new(sample.clone(), Destination::View);
-    let options = FetchOptions::default().deadline(Duration::from_secs(10));
-    consumer.fetch_blocking(vec![request], &options).map(|mut fetched| fetched.remove(0))
 }
 
 #[test]
@@ -247,5 +233,6 @@ fn an_idle_consumer_keeps_its_claims_by_pinging() {
     std::thread::sleep(Duration::from_millis(1500));
     assert_eq!(sink.health_blocking().unwrap().lease_expired_samples, 0);
     assert!(fetched.tensors[0].data.as_ref().iter().enumerate().all(|(at, &b)| b == byte(9, at)));
+    drop(fetched);
     assert_eq!(consumer.release_blocking(vec![sample.into()]).unwrap().released, 1);
 }

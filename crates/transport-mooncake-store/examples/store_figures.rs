@@ -2,13 +2,17 @@
 //! provider, turn by turn.
 //!
 //! ```text
-//! FEATURESTORE_MOONCAKE_VENV=… cargo run --release -p transport-mooncake-store \
+//! cargo xtask bench store, or FEATURESTORE_MOONCAKE_VENV=… cargo run --release -p transport-mooncake-store \
 //!     --features mooncake-python --example store_figures -- [ROUNDS]
 //! ```
 //!
 //! Three processes on loopback tcp: one provides object memory, one is the Python client, this one
 //! the Rust client. All buffers are registered and touched before; every get is compared with what
-//! was put, outside the measured time.
+//! was put, outside the measured time. Who begins a round changes from round to round.
+//!
+//! Each line gives the median, the range from the tenth to the ninetieth percentile, and for the
+//! Rust client the median time outside of Mooncake's own call that moves the payload: in a publish,
+//! mostly the two lookups that make sure that no object was there and that all can be read.
 
 use std::{
     collections::BTreeMap,
@@ -16,13 +20,16 @@ use std::{
     io::{BufRead, BufReader, Write},
     path::PathBuf,
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use indexmap::IndexMap;
 use mooncake_sys::{
-    StoreSetup,
+    GetItem, KeyResults, ProviderInfo, PutItem, ReplicaPolicy, StoreApi, StoreCode, StoreSetup,
     master::{ManagedMaster, MasterOptions},
     python::{WheelOptions, WheelStore},
 };
@@ -39,6 +46,12 @@ const SEGMENT: u64 = 768 << 20;
 type AnyResult<T> = std::result::Result<T, Box<dyn Error>>;
 /// Seconds of put, get and remove, of every round.
 type Times = BTreeMap<(&'static str, &'static str, &'static str), Vec<f64>>;
+
+const BATCH: &str = "python, batch";
+const ONE_BY_ONE: &str = "python, one at a time";
+const RUST: &str = "rust";
+const GROUPED: &str = "rust, grouped";
+const CALLS: [&str; 3] = ["put", "get", "remove"];
 
 /// A shape to measure: the tensors of each sample, in bytes.
 struct Case {
@@ -81,7 +94,7 @@ struct Python {
 impl Python {
     fn start(venv: &std::path::Path, master: &str, segment: u64) -> AnyResult<Self> {
         let mut child = Command::new(venv.join("bin/python"))
-            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/client.py"))
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/python/mooncake_store.py"))
             .args([master, &segment.to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -132,12 +145,85 @@ impl Drop for Python {
     }
 }
 
+/// Counts the nanoseconds inside of Mooncake's calls that move payload or remove objects.
+#[derive(Debug)]
+struct Timed {
+    api: WheelStore,
+    inside: AtomicU64,
+}
+
+impl Timed {
+    fn time<T>(&self, call: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = call();
+        self.inside.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        result
+    }
+}
+
+impl StoreApi for Timed {
+    fn provider(&self) -> &ProviderInfo {
+        self.api.provider()
+    }
+
+    fn hostname(&self) -> Result<String> {
+        self.api.hostname()
+    }
+
+    fn health(&self) -> Result<()> {
+        self.api.health()
+    }
+
+    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<()> {
+        // SAFETY: the same contract.
+        unsafe { self.api.register(start, len) }
+    }
+
+    unsafe fn unregister(&self, start: *mut u8) -> Result<()> {
+        // SAFETY: the same contract.
+        unsafe { self.api.unregister(start) }
+    }
+
+    unsafe fn put(&self, items: &[PutItem<'_>], policy: ReplicaPolicy) -> Result<KeyResults<()>> {
+        // SAFETY: the same contract.
+        self.time(|| unsafe { self.api.put(items, policy) })
+    }
+
+    unsafe fn get(&self, items: &[GetItem<'_>]) -> Result<KeyResults<u64>> {
+        // SAFETY: the same contract.
+        self.time(|| unsafe { self.api.get(items) })
+    }
+
+    fn exists(&self, keys: &[&str]) -> Result<KeyResults<bool>> {
+        self.api.exists(keys)
+    }
+
+    fn size(&self, key: &str) -> Result<std::result::Result<u64, StoreCode>> {
+        self.api.size(key)
+    }
+
+    fn remove(&self, keys: &[&str], force: bool) -> Result<KeyResults<()>> {
+        self.time(|| self.api.remove(keys, force))
+    }
+
+    fn close(&self) -> Result<()> {
+        self.api.close()
+    }
+}
+
+/// A Rust client and what it is called.
+struct Rust {
+    name: &'static str,
+    api: Arc<Timed>,
+    transport: StoreTransport,
+}
+
 /// One case's sources in registered memory.
 struct Prepared {
     batch: Vec<IndexMap<FeatureName, Tensor>>,
 }
 
-fn sample(serial: usize, i: usize) -> Result<SampleKey> {
+fn sample(serial: u64, i: usize) -> Result<SampleKey> {
     let id = SampleId::new(format!("{serial}:{i}"))?;
     Ok(SampleKey::new(StoreId::new("rust")?, id, Generation(1)))
 }
@@ -167,7 +253,16 @@ fn prepare(transport: &StoreTransport, case: &Case) -> Result<Prepared> {
     Ok(Prepared { batch })
 }
 
-async fn run(transport: &StoreTransport, case: &Prepared, serial: usize) -> AnyResult<[f64; 3]> {
+/// Seconds of put, get and remove, and of them those outside of Mooncake's own calls.
+async fn run(rust: &Rust, case: &Prepared) -> AnyResult<([f64; 3], [f64; 3])> {
+    static SERIAL: AtomicU64 = AtomicU64::new(1);
+    let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+    let transport = &rust.transport;
+    let outside = |whole: f64| {
+        let inside = rust.api.inside.swap(0, Ordering::Relaxed);
+        whole - inside as f64 / 1e9
+    };
+    outside(0.0);
     let publications =
         case.batch.iter().enumerate().map(|(i, tensors)| {
             Ok(Publication::new(sample(serial, i)?, tensors.clone(), Ready::Now))
@@ -176,16 +271,19 @@ async fn run(transport: &StoreTransport, case: &Prepared, serial: usize) -> AnyR
     let start = Instant::now();
     let described = transport.publish(publications, PublishOptions::default()).await?;
     let put = start.elapsed().as_secs_f64();
+    let put_outside = outside(put);
     let described: Vec<_> = described.into_iter().map(Arc::new).collect();
     let request = |d: &Arc<_>| FetchRequest::new(Arc::clone(d), Destination::Pool);
     let requests = described.iter().map(request).collect();
     let start = Instant::now();
     let fetched = transport.fetch(requests, FetchOptions::default()).await?;
     let get = start.elapsed().as_secs_f64();
+    let get_outside = outside(get);
     let releases = described.into_iter().map(Into::into).collect();
     let start = Instant::now();
     let report = transport.release(releases).await?;
     let remove = start.elapsed().as_secs_f64();
+    let remove_outside = outside(remove);
     if report.released != case.batch.len() as u64 {
         return Err(format!("not all released: {report:?}").into());
     }
@@ -197,95 +295,149 @@ async fn run(transport: &StoreTransport, case: &Prepared, serial: usize) -> AnyR
             return Err("the data differs".into());
         }
     }
-    Ok([put, get, remove])
+    Ok(([put, get, remove], [put_outside, get_outside, remove_outside]))
 }
 
 #[tokio::main]
 async fn main() -> AnyResult<()> {
-    let rounds: usize = std::env::args().nth(1).map_or(Ok(7), |n| n.parse())?;
+    let rounds: usize = std::env::args().nth(1).map_or(Ok(15), |n| n.parse())?;
     let venv = std::env::var_os("FEATURESTORE_MOONCAKE_VENV").map(PathBuf::from);
     let venv = venv.ok_or("set FEATURESTORE_MOONCAKE_VENV: cargo xtask mooncake-venv makes one")?;
-    if std::env::var("MC_TCP_BIND_ADDRESS").is_err() {
-        return Err("set MC_TCP_BIND_ADDRESS=127.0.0.1: Mooncake listens everywhere else".into());
+    if std::env::var_os("MC_FORCE_TCP").is_none() {
+        return Err("set MC_FORCE_TCP=1: else the devices of the machine decide".into());
     }
     let master = ManagedMaster::start(&MasterOptions::of_environment(&venv))?;
     let address = master.address().to_string();
     let _provider = Python::start(&venv, &address, SEGMENT)?;
     let mut python = Python::start(&venv, &address, 0)?;
-    let layouts = [
-        ("rust", Layout::PerTensor),
-        ("rust, grouped", Layout::Grouped { below: ByteSize::mib(1) }),
-    ];
+    let layouts =
+        [(RUST, Layout::PerTensor), (GROUPED, Layout::Grouped { below: ByteSize::mib(1) })];
     let options = WheelOptions::at(&venv);
     let mut rust = Vec::new();
     for (name, layout) in layouts {
         let setup = StoreSetup::client("127.0.0.1", &address);
-        let api = Arc::new(WheelStore::connect(&options, &setup)?);
-        let config =
-            StoreConfig::default().layout(layout).pool(ByteSize::mib(1024), ByteSize::mib(512));
-        rust.push((name, StoreTransport::start(api, config)?));
+        let api = WheelStore::connect(&options, &setup)?;
+        let api = Arc::new(Timed { api, inside: AtomicU64::new(0) });
+        let pool = ByteSize::mib(512);
+        let config = StoreConfig::default().layout(layout).pool(pool, pool);
+        let transport = StoreTransport::start(api.clone(), config)?;
+        rust.push(Rust { name, api, transport });
     }
-    println!("{}", rust[0].1.info().engine);
+    println!("{}; {rounds} rounds", rust[0].transport.info().engine);
 
-    let mut times = Times::new();
-    let mut serial = 0;
+    let (mut times, mut outside) = (Times::new(), Times::new());
     for case in cases() {
-        let sizes: Vec<String> = case.samples.iter().flatten().map(u64::to_string).collect();
-        let name = case.name;
-        python.ask(&format!(
-            r#"{{"cmd":"prepare","case":"{name}","sizes":[{}]}}"#,
-            sizes.join(",")
-        ))?;
-        let mut prepared = Vec::new();
-        for (who, transport) in &rust {
-            prepared.push((who, transport, prepare(transport, &case)?));
-        }
-        for round in 0..WARM_UP + rounds {
-            let mut note = |who, result: [f64; 3]| {
-                if round >= WARM_UP {
-                    for (call, seconds) in ["put", "get", "remove"].into_iter().zip(result) {
-                        times.entry((name, call, who)).or_default().push(seconds);
-                    }
-                }
-            };
-            note("python, batch", python.run(name, true)?);
-            if case.one_at_a_time {
-                note("python, one at a time", python.run(name, false)?);
-            }
-            for (who, transport, prepared) in &prepared {
-                serial += 1;
-                let before = transport.stats();
-                note(who, run(transport, prepared, serial).await?);
-                let after = transport.stats();
-                if round >= WARM_UP && before.registrations != after.registrations {
-                    return Err("memory was registered on the hot path".into());
-                }
-                if before.copied_bytes != after.copied_bytes {
-                    return Err("payload was copied on its way".into());
-                }
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        let bytes: u64 = case.samples.iter().flatten().sum();
-        for call in ["put", "get", "remove"] {
-            for who in ["python, one at a time", "python, batch", "rust", "rust, grouped"] {
-                let Some(seconds) = times.get_mut(&(name, call, who)) else { continue };
-                seconds.sort_by(f64::total_cmp);
-                let median = seconds[seconds.len() / 2];
-                let rate = match call {
-                    "remove" => String::new(),
-                    _ => format!("{:8.2} GB/s", bytes as f64 / median / 1e9),
-                };
-                println!("{name:16} {call:6} {who:22} {:10.3} ms {rate}", median * 1e3);
-            }
-        }
+        measure(&case, rounds, &mut python, &rust, &mut times, &mut outside).await?;
+        print(&case, &mut times, &mut outside);
     }
-    let left = master.metric("master_key_count")?;
-    println!("objects left in the master: {left}; rounds: {rounds}, medians");
-    for (_, transport) in rust {
-        transport.close().await?;
+    judge(&mut times);
+    println!("objects left in the master: {}", master.metric("master_key_count")?);
+    for one in rust {
+        one.transport.close().await?;
     }
     drop(python);
     master.stop();
     Ok(())
+}
+
+async fn measure(
+    case: &Case,
+    rounds: usize,
+    python: &mut Python,
+    rust: &[Rust],
+    times: &mut Times,
+    outside: &mut Times,
+) -> AnyResult<()> {
+    let sizes: Vec<String> = case.samples.iter().flatten().map(u64::to_string).collect();
+    let name = case.name;
+    python.ask(&format!(r#"{{"cmd":"prepare","case":"{name}","sizes":[{}]}}"#, sizes.join(",")))?;
+    let prepared =
+        rust.iter().map(|one| prepare(&one.transport, case)).collect::<Result<Vec<_>>>()?;
+    let contenders = 2 + rust.len();
+    for round in 0..WARM_UP + rounds {
+        for turn in 0..contenders {
+            let (who, seconds, beside) = match (round + turn) % contenders {
+                0 => (BATCH, python.run(name, true)?, None),
+                1 if case.one_at_a_time => (ONE_BY_ONE, python.run(name, false)?, None),
+                1 => continue,
+                n => {
+                    let one = &rust[n - 2];
+                    let before = one.transport.stats();
+                    let (seconds, beside) = run(one, &prepared[n - 2]).await?;
+                    let after = one.transport.stats();
+                    if round >= WARM_UP && before.registrations != after.registrations {
+                        return Err("memory was registered on the hot path".into());
+                    }
+                    if before.copied_bytes != after.copied_bytes {
+                        return Err("payload was copied on its way".into());
+                    }
+                    (one.name, seconds, Some(beside))
+                }
+            };
+            if round >= WARM_UP {
+                for (i, call) in CALLS.into_iter().enumerate() {
+                    times.entry((name, call, who)).or_default().push(seconds[i]);
+                    if let Some(beside) = beside {
+                        outside.entry((name, call, who)).or_default().push(beside[i]);
+                    }
+                }
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
+}
+
+/// The value below which this part of all values lies.
+fn percentile(values: &mut [f64], part: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[((values.len() - 1) as f64 * part).round() as usize]
+}
+
+fn print(case: &Case, times: &mut Times, outside: &mut Times) {
+    let bytes: u64 = case.samples.iter().flatten().sum();
+    for call in CALLS {
+        for who in [ONE_BY_ONE, BATCH, RUST, GROUPED] {
+            let key = (case.name, call, who);
+            let Some(seconds) = times.get_mut(&key) else { continue };
+            let [low, median, high] = [0.1, 0.5, 0.9].map(|part| percentile(seconds, part));
+            let rate = match call {
+                "remove" => String::new(),
+                _ => format!("{:6.2} GB/s", bytes as f64 / median / 1e9),
+            };
+            let beside = outside.get_mut(&key).map_or_else(String::new, |seconds| {
+                format!("   {:.3} ms outside of the call", percentile(seconds, 0.5) * 1e3)
+            });
+            println!(
+                "{:16} {call:6} {who:22} {:9.3} ms ({:.3} to {:.3}) {rate}{beside}",
+                case.name,
+                median * 1e3,
+                low * 1e3,
+                high * 1e3
+            );
+        }
+    }
+}
+
+/// Compares medians with what is aimed at.
+fn judge(times: &mut Times) {
+    let mut median = |case, call, who| {
+        times.get_mut(&(case, call, who)).map_or(f64::NAN, |seconds| percentile(seconds, 0.5))
+    };
+    let capture = "512 x 4 capture";
+    for (what, case, call, who, least) in [
+        ("64 MiB put, Rust against Python", "64 MiB", "put", RUST, 1.0),
+        ("64 MiB get, Rust against Python", "64 MiB", "get", RUST, 1.0),
+        ("2,048 keys put, one object a tensor", capture, "put", RUST, 1.0),
+        ("2,048 keys get, one object a tensor", capture, "get", RUST, 1.0),
+        ("2,048 tensors put, grouped", capture, "put", GROUPED, 1.3),
+        ("2,048 tensors get, grouped", capture, "get", GROUPED, 1.3),
+    ] {
+        let times = median(case, call, BATCH) / median(case, call, who);
+        let met = if times >= least { "met" } else { "missed" };
+        println!("{what:38} {times:5.2} times as fast, wanted {least}: {met}");
+    }
+    let removal = median(capture, "remove", RUST) * 1e3;
+    let met = if removal <= 10.0 { "met" } else { "missed" };
+    println!("{:38} {removal:5.2} ms, wanted at most 10: {met}", "2,048 keys removed");
 }

@@ -48,6 +48,11 @@ pub struct StoreConfig {
     pub backoff: Duration,
     /// Most memory in quarantine; a read that failed half-way is only tried again below it.
     pub max_quarantined: ByteSize,
+    /// How long the owner of a segment is left alone that failed a read and gives no sign of life on
+    /// its peer handshake: reads of what it holds fail at once until then. `None` switches that off,
+    /// which is needed where segments are not named `host:port` of their handshake, as with a
+    /// metadata server.
+    pub segment_silence: Option<Duration>,
     /// How long a release may try to remove objects that are busy before it leaves them to later
     /// calls; also the time that `close` gives to what is left.
     pub removal_patience: Duration,
@@ -70,6 +75,7 @@ impl Default for StoreConfig {
             read_attempts: 4,
             backoff: Duration::from_millis(20),
             max_quarantined: ByteSize::mib(1 << 10),
+            segment_silence: Some(Duration::from_secs(10)),
             removal_patience: Duration::from_secs(2),
             close_linger: Duration::ZERO,
         }

@@ -113,6 +113,16 @@ fn asked<'a>(
     }
 }
 
+/// Keys of all objects of samples.
+pub(crate) fn keys(shared: &Shared, samples: &[Arc<Descriptor>]) -> Result<Vec<Arc<str>>> {
+    let mut keys = Vec::new();
+    for descriptor in samples {
+        let plan = Plan::of_descriptor(shared.config.layout, descriptor)?;
+        keys.extend(plan.objects.into_iter().map(|object| object.key));
+    }
+    Ok(keys)
+}
+
 /// Reads everything that is asked for. Blocks.
 pub(crate) fn run(
     shared: &Shared,
@@ -340,6 +350,7 @@ fn read_part(
         }
     };
     let mut fatal = None;
+    let mut failed = Vec::new();
     for ((&i, region), result) in part.iter().zip(regions).zip(results) {
         let read = &mut reads[i];
         match result {
@@ -354,6 +365,9 @@ fn read_part(
                 fatal.get_or_insert(wrong_length(kind, read, found));
             }
             Err(code @ (StoreCode::TRANSFER_FAIL | StoreCode::LEASE_EXPIRED)) => {
+                if code == StoreCode::TRANSFER_FAIL {
+                    failed.push(read.key.clone());
+                }
                 shared.memory.quarantine(region); // the peer may still write it
                 if read.is_callers {
                     let error = explain(code).with("key", &read.key).remedy(
@@ -387,6 +401,12 @@ fn read_part(
                 fatal.get_or_insert(code.error("fetch").with("key", &read.key));
             }
         }
+    }
+    if !failed.is_empty() {
+        // No second wait for an owner that is gone.
+        let keys: Vec<&str> = failed.iter().map(AsRef::as_ref).collect();
+        shared.segments.suspect(&keys);
+        shared.segments.check(&keys)?;
     }
     fatal.map_or(Ok(()), Err)
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use indexmap::IndexMap;
-use transport_core::{Error, ErrorKind, FeatureName, Result, SampleKey, TensorMeta};
+use transport_core::{Error, ErrorKind, FeatureName, RegionMut, Result, SampleKey, TensorMeta};
 
 use crate::Layout;
 
@@ -82,6 +82,28 @@ impl Plan {
         tensors: &IndexMap<FeatureName, transport_core::Tensor>,
     ) -> Result<Self> {
         Self::new(layout, sample, tensors.iter().map(|(name, t)| (name, &t.meta)))
+    }
+}
+
+impl Plan {
+    /// Memory for each tensor, of the given lengths, so that those of one object lie end to end.
+    pub(crate) fn regions(
+        &self,
+        lengths: &[u64],
+        mut take: impl FnMut(usize) -> Result<RegionMut>,
+    ) -> Result<Vec<RegionMut>> {
+        let mut regions: Vec<Option<RegionMut>> = Vec::new();
+        regions.resize_with(lengths.len(), || None);
+        for object in &self.objects {
+            let mut rest = take(object.bytes as usize)?;
+            for &i in &object.tensors {
+                let (own, tail) =
+                    rest.split_at(lengths[i] as usize).expect("an object holds its tensors");
+                regions[i] = Some(own);
+                rest = tail;
+            }
+        }
+        regions.into_iter().map(|r| r.map_or_else(|| RegionMut::zeroed(0), Ok)).collect()
     }
 }
 

@@ -28,6 +28,10 @@ pub struct StoreStats {
     pub copied_bytes: u64,
     /// Objects that were read again after a failure.
     pub read_retries: u64,
+    /// Segments whose owners do not answer.
+    pub silent_segments: u64,
+    /// Fetches refused at once because of them.
+    pub refused_fetches: u64,
     /// Objects that still have to be removed.
     pub pending_removals: u64,
     /// Removals ever put off.

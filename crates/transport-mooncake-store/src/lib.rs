@@ -42,8 +42,10 @@ mod io;
 mod layout;
 mod ledger;
 mod memory;
+mod objects;
 mod publish;
 mod release;
+mod segments;
 mod transport;
 mod workers;
 

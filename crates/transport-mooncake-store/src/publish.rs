@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 use mooncake_sys::{ReplicaPolicy, StoreCode};
 use transport_core::{
     Descriptor, Error, ErrorKind, FeatureDescriptor, Location, Publication, PublishOptions, Ready,
-    RegionSlice, Result, SampleKey, Sequence,
+    RegionMut, RegionSlice, Result, SampleKey, Sequence,
 };
 
 use crate::{
@@ -80,16 +80,16 @@ pub(crate) fn check(batch: &[Publication]) -> Result<()> {
             )
             .with("key", &publication.sample));
         }
+        if let Some(name) = publication.unreachable() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "publish",
+                "the store transport takes host memory only",
+            )
+            .with("key", publication.sample.object(name))
+            .remedy("copy the tensor to host memory, or use a transport for device memory"));
+        }
         for (name, tensor) in &publication.tensors {
-            if !tensor.data.kind().is_host() {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    "publish",
-                    "the store transport takes host memory only",
-                )
-                .with("key", publication.sample.object(name))
-                .remedy("copy the tensor to host memory, or use a transport for device memory"));
-            }
             let (expected, found) = (tensor.meta.nbytes(), tensor.data.len() as u64);
             if expected != found {
                 return Err(Error::new(
@@ -123,6 +123,7 @@ pub(crate) fn run(
     let mut samples = Vec::with_capacity(batch.len());
     let mut writes = Vec::new();
     for publication in batch {
+        let publication = write_in_place(shared, flight, publication)?;
         samples.push(describe(shared, publication, &mut writes)?);
     }
     make_way(shared, flight, &samples, options.replace)?;
@@ -141,6 +142,29 @@ pub(crate) fn run(
     let bytes = writes.iter().map(|w| w.bytes).sum();
     shared.ledger.host_bytes.fetch_add(bytes, Ordering::Relaxed);
     Ok(Placed { shared: shared.clone(), samples, claim: Some(claim) })
+}
+
+/// Lets the writer of a sample write it into registered memory, from where it is sent.
+fn write_in_place(
+    shared: &Shared,
+    flight: &Flight,
+    mut publication: Publication,
+) -> Result<Publication> {
+    if publication.writer.is_none() {
+        return Ok(publication);
+    }
+    let plan = Plan::of_tensors(shared.config.layout, &publication.sample, &publication.tensors)?;
+    let lengths: Vec<_> = publication.tensors.values().map(|t| t.meta.nbytes()).collect();
+    let mut regions = plan.regions(&lengths, |len| shared.memory.take(len, flight))?;
+    let bytes = |region| RegionMut::as_mut_bytes(region).expect("the pool is host memory");
+    let mut destinations: Vec<_> = regions.iter_mut().map(bytes).collect();
+    publication.write_into(&mut destinations).map_err(|e| e.with("sample", &publication.sample))?;
+    flight.check()?;
+    for (tensor, region) in publication.tensors.values_mut().zip(regions) {
+        tensor.data = region.freeze();
+    }
+    publication.writer = None;
+    Ok(publication)
 }
 
 fn describe(

@@ -23,6 +23,7 @@ use crate::{
     ledger::Ledger,
     memory::Memory,
     publish, release,
+    segments::Segments,
     workers::{Flight, Waiting, Workers},
 };
 
@@ -47,7 +48,10 @@ pub(crate) struct Shared {
     pub(crate) api: Arc<dyn StoreApi>,
     pub(crate) memory: Memory,
     pub(crate) ledger: Arc<Ledger>,
+    pub(crate) segments: Arc<Segments>,
     workers: Workers,
+    /// For what must go on while every other thread waits for a peer that hangs.
+    attendant: Workers,
     abandoned_bytes: Arc<AtomicU64>,
     closed: AtomicBool,
 }
@@ -64,12 +68,16 @@ impl StoreTransport {
         let info = TransportInfo::new("store", api.provider().to_string(), capabilities);
         let memory = Memory::new(api.clone(), &config)?;
         let workers = Workers::start(config.threads)?;
+        let attendant = Workers::start(1)?;
+        let segments = Arc::new(Segments::new(api.clone(), config.segment_silence));
         let shared = Shared {
             config,
             api,
             memory,
             ledger: Arc::default(),
+            segments,
             workers,
+            attendant,
             abandoned_bytes: Arc::default(),
             closed: AtomicBool::new(false),
         };
@@ -97,18 +105,8 @@ impl StoreTransport {
     ) -> Result<Vec<RegionMut>> {
         let named = tensors.iter().map(|(name, meta)| (name, meta));
         let plan = Plan::new(self.shared.config.layout, sample, named)?;
-        let mut regions: Vec<Option<RegionMut>> = Vec::new();
-        regions.resize_with(tensors.len(), || None);
-        for object in &plan.objects {
-            let mut rest = self.take(object.bytes as usize)?;
-            for &i in &object.tensors {
-                let len = tensors[i].1.nbytes() as usize;
-                let (own, tail) = rest.split_at(len).expect("an object holds its tensors");
-                regions[i] = Some(own);
-                rest = tail;
-            }
-        }
-        regions.into_iter().map(|r| r.map_or_else(|| RegionMut::zeroed(0), Ok)).collect()
+        let lengths: Vec<_> = tensors.iter().map(|(_, meta)| meta.nbytes()).collect();
+        plan.regions(&lengths, |len| self.take(len))
     }
 
     /// Registers memory of the caller until its last handle is gone, so that it is neither copied
@@ -118,14 +116,22 @@ impl StoreTransport {
         self.shared.memory.adopt(region)
     }
 
+    /// The name under which the cluster knows this client, `host:port`. Blocks.
+    pub fn hostname(&self) -> Result<String> {
+        self.open("get host name")?;
+        self.shared.api.hostname()
+    }
+
     /// Counters beyond [`Transport::health`].
     pub fn stats(&self) -> StoreStats {
-        let Shared { ledger, memory, .. } = &*self.shared;
+        let Shared { ledger, memory, segments, .. } = &*self.shared;
         StoreStats {
             registrations: memory.registrations(),
             pool_bytes: memory.pool_bytes(),
             copied_bytes: ledger.copied_bytes.load(Ordering::Relaxed),
             read_retries: ledger.read_retries.load(Ordering::Relaxed),
+            silent_segments: segments.count(),
+            refused_fetches: segments.refused.load(Ordering::Relaxed),
             pending_removals: ledger.pending_keys().0,
             deferred_removals: ledger.deferred.load(Ordering::Relaxed),
         }
@@ -146,7 +152,11 @@ impl StoreTransport {
         .await
     }
 
-    fn open(&self, operation: &'static str) -> Result<()> {
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    pub(crate) fn open(&self, operation: &'static str) -> Result<()> {
         if self.shared.closed.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Closed, operation, "the transport was closed"));
         }
@@ -176,6 +186,43 @@ impl StoreTransport {
             self.shared.ledger.failed(error);
         }
         result
+    }
+
+    /// Runs a short blocking call on the thread that never waits for a peer's payload.
+    async fn attend<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        patience: Duration,
+        job: impl FnOnce(&Shared) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let flight = Flight::new(patience, &self.shared.abandoned_bytes);
+        let waiting = Waiting(flight.clone());
+        let shared = self.shared.clone();
+        let answer = self.shared.attendant.submit(flight, move |_| job(&shared));
+        let result = match tokio::time::timeout(patience, answer).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_lost)) => {
+                Err(Error::new(ErrorKind::Unexpected, operation, "the store's threads are gone"))
+            }
+            Err(_elapsed) => Err(Error::new(ErrorKind::Timeout, operation, "the deadline passed")
+                .with("deadline_ms", patience.as_millis())),
+        };
+        drop(waiting);
+        result
+    }
+
+    /// Has the owners of what a fetch was too late for asked for a sign of life, in the background;
+    /// fetches that begin from now on wait for the answer.
+    fn suspect(&self, late: Vec<Arc<Descriptor>>) {
+        let Some(suspicion) = self.shared.segments.suspicion() else { return };
+        let flight = Flight::new(HEALTH_PATIENCE, &self.shared.abandoned_bytes);
+        let shared = self.shared.clone();
+        drop(self.shared.attendant.submit(flight, move |_| {
+            let keys = fetch::keys(&shared, &late)?;
+            shared.segments.suspect(&keys.iter().map(AsRef::as_ref).collect::<Vec<_>>());
+            drop(suspicion);
+            Ok(())
+        }));
     }
 
     /// Finds out which of the samples published here other processes have released.
@@ -276,9 +323,24 @@ impl Transport for StoreTransport {
         if requests.is_empty() {
             return Ok(Vec::new());
         }
+        let start = Instant::now();
+        let asked: Vec<_> = requests.iter().map(|r| r.descriptor.clone()).collect();
+        if !self.shared.segments.is_clear() {
+            let asked = asked.clone();
+            let checked = self.attend("fetch", options.deadline, move |shared| {
+                let keys = fetch::keys(shared, &asked)?;
+                shared.segments.check(&keys.iter().map(AsRef::as_ref).collect::<Vec<_>>())
+            });
+            checked.await.inspect_err(|error| self.shared.ledger.failed(error))?;
+        }
+        let left = options.deadline.saturating_sub(start.elapsed());
         let shared = self.shared.clone();
-        self.call("fetch", options.deadline, move |flight| fetch::run(&shared, flight, requests))
-            .await
+        let fetched =
+            self.call("fetch", left, move |flight| fetch::run(&shared, flight, requests)).await;
+        if fetched.as_ref().is_err_and(|error| error.kind() == ErrorKind::Timeout) {
+            self.suspect(asked);
+        }
+        fetched
     }
 
     async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
@@ -309,6 +371,7 @@ impl Transport for StoreTransport {
         health.stale_frees = load(&ledger.stale);
         health.host_payload_bytes = load(&ledger.host_bytes);
         health.quarantined_bytes = memory.quarantined_bytes() + load(&self.shared.abandoned_bytes);
+        health.registrations = memory.registrations();
         health.last_error = ledger.last_error();
         Ok(health)
     }

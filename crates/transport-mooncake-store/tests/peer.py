@@ -41,9 +41,13 @@ def say(answer):
     print("@@" + json.dumps(answer), flush=True)
 
 
+def name(key, length, seed):
+    return store.get_hostname()
+
+
 say({"setup": rc})
 for line in sys.stdin:
     request = json.loads(line)
     command = request.pop("cmd")
-    say({"put": put, "get": get}[command](**request))
+    say({"put": put, "get": get, "name": name}[command](**request))
 store.close()

@@ -1,5 +1,5 @@
 //! A trainer that the fault tests kill: reads capture results from standard input, one a line,
-//! fetches them, says so, and keeps them until it is ended.
+//! fetches them, says so, and keeps them until it is ended. It fails if a byte of them changes.
 //!
 //! Arguments: `shm` or `tcp`, the client id, and the lease in milliseconds.
 #![forbid(unsafe_code)]
@@ -8,7 +8,7 @@ use std::{io::BufRead, sync::Arc, time::Duration};
 
 use capture_arena::{Backing, RegionPool};
 use control_proto::capture::{CaptureOutcome, Limits, parse_result};
-use transport_core::{Destination, FetchOptions, FetchRequest};
+use transport_core::{Destination, FetchOptions, FetchRequest, Fetched};
 use transport_mooncake_direct::{DirectTransport, Engine};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -32,7 +32,21 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         requests.push(FetchRequest::new(Arc::new(descriptor), destination));
     }
     let fetched = transport.fetch_blocking(requests, &FetchOptions::default())?;
+    let first = sum(&fetched);
     println!("holding {}", fetched.len());
-    std::thread::sleep(Duration::from_secs(120)); // the test ends this process long before
+    // The test ends this process long before.
+    for _ in 0..2400 {
+        std::thread::sleep(Duration::from_millis(50));
+        if sum(&fetched) != first {
+            return Err("what was fetched has changed".into());
+        }
+    }
     Ok(())
+}
+
+/// A checksum of everything fetched.
+fn sum(fetched: &[Fetched]) -> u64 {
+    let tensors = fetched.iter().flat_map(|sample| sample.tensors.values());
+    let bytes = tensors.flat_map(|tensor| tensor.data.as_ref());
+    bytes.fold(0, |sum: u64, &byte| sum.rotate_left(5).wrapping_mul(31) ^ u64::from(byte))
 }

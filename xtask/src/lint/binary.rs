@@ -11,6 +11,24 @@ const BANNED: &[(&str, &str)] = &[
     ("pyo3-ffi", "Python is behind the feature `mooncake-python`"),
 ];
 
+/// Packages that only the command line of featurestore may pull in: who links the library pays for
+/// none of them.
+const COMMAND_LINE: &[&str] = &[
+    "axum",
+    "clap",
+    "hyper",
+    "hyper-util",
+    "indicatif",
+    "reqwest",
+    "safetensors",
+    "sha2",
+    "tower",
+    "tracing-subscriber",
+];
+
+/// Features of featurestore that libraries may ask for, each checked by itself.
+pub(super) const LIBRARY_FEATURES: &[&str] = &["", "direct", "store"];
+
 /// Libraries that every Linux machine has, by the start of their file names.
 const ALLOWED: &[&str] = &[
     "ld-linux",
@@ -37,6 +55,26 @@ pub(super) fn packages(workspace: &Workspace) -> Vec<String> {
     problems
 }
 
+/// Names each package of the command line that the library pulls in, with the features `with`.
+pub(super) fn library_packages(workspace: &Workspace, with: &str) -> Vec<String> {
+    let mut tree = workspace.cargo();
+    tree.args(["tree", "--package", "featurestore", "--edges", "normal,build"]);
+    tree.args(["--no-default-features", "--features", with]);
+    match process::output(tree.args(["--prefix", "none", "--format", "{p}"])) {
+        Ok(tree) => {
+            let found = COMMAND_LINE.iter().filter(|name| pulls_in(&tree, name));
+            let problem = |name| {
+                format!(
+                    "featurestore without its feature `cli` pulls in {name}; find it with: \
+                     cargo tree -p featurestore --no-default-features --features {with} -i {name}"
+                )
+            };
+            found.map(problem).collect()
+        }
+        Err(problem) => vec![problem],
+    }
+}
+
 /// Names each library of the release binary that a bare machine may lack.
 pub(super) fn libraries(workspace: &Workspace) -> Check {
     let binary = workspace.release_binary();
@@ -55,7 +93,7 @@ pub(super) fn libraries(workspace: &Workspace) -> Check {
 fn banned(member: &str, tree: &str) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, why) in BANNED {
-        if tree.lines().any(|line| line.split(' ').next() == Some(name)) {
+        if pulls_in(tree, name) {
             problems.push(format!(
                 "{member}: a default build pulls in {name}, but {why}; \
                  find it with: cargo tree -p {member} -i {name}"
@@ -63,6 +101,11 @@ fn banned(member: &str, tree: &str) -> Vec<String> {
         }
     }
     problems
+}
+
+/// Whether the output of `cargo tree` has a package of that whole name.
+fn pulls_in(tree: &str, name: &str) -> bool {
+    tree.lines().any(|line| line.split(' ').next() == Some(name))
 }
 
 fn foreign(listing: &str) -> Vec<String> {
@@ -90,6 +133,17 @@ mod tests {
         let problems = banned("featurestore", tree);
         assert_eq!(problems.len(), 1, "{problems:?}");
         assert!(problems[0].contains("cudarc") && problems[0].contains("cargo tree"));
+    }
+
+    #[test]
+    fn library_pulls_in_nothing_of_the_command_line() {
+        let _alone = crate::process::tests::alone();
+        let workspace = Workspace::load().unwrap();
+        for with in LIBRARY_FEATURES {
+            assert_eq!(library_packages(&workspace, with), Vec::<String>::new(), "{with:?}");
+        }
+        let problems = library_packages(&workspace, "cli");
+        assert!(problems.iter().any(|problem| problem.contains("axum")), "{problems:?}");
     }
 
     #[test]

@@ -86,6 +86,7 @@ mod tests {
                 .collect(),
             benches: Vec::new(),
             tests: Vec::new(),
+            features: std::collections::BTreeSet::new(),
         }
     }
 

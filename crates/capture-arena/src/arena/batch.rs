@@ -1,6 +1,10 @@
 //! Batches: reserved whole or not at all, waiting in order, then published or given up.
 
-use std::{collections::HashSet, sync::Arc, time::Instant};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Instant,
+};
 
 use transport_core::{ArenaOffset, ClientId, Error, ErrorKind, Result, Sequence};
 
@@ -104,7 +108,7 @@ impl CaptureArena {
         let bytes = objects().fold(0u64, |sum, o| sum.saturating_add(footprint(o.bytes)));
         let count = objects().count();
         if bytes > self.space.report().capacity || count > self.max_objects() {
-            return Err(self.no_room(bytes, count, None, now));
+            return Err(self.never_fits(bytes, count));
         }
         self.check_older(&plan)?;
         self.check_absent(&plan)?;
@@ -131,6 +135,15 @@ impl CaptureArena {
     /// No writer may be left. Fails with [`ErrorKind::Stale`] if a later reservation has taken over
     /// one of the keys; the batch is given up then.
     pub fn publish(&mut self, batch: u32, now: Instant) -> Result<Vec<Sequence>> {
+        Ok(self.publish_lives(batch, now)?.into_iter().map(|(_, seq)| seq).collect())
+    }
+
+    /// [`Self::publish`], which also names the objects to [`Self::unpublish`].
+    pub(crate) fn publish_lives(
+        &mut self,
+        batch: u32,
+        now: Instant,
+    ) -> Result<Vec<(u32, Sequence)>> {
         let taken_over = self.batches[batch as usize].objects.iter().find(|&&id| {
             let lives = self.lives.get(self.objects[id as usize].lives as usize);
             lives.is_none_or(|lives| lives.filling != Some(Id::new(id)))
@@ -149,13 +162,13 @@ impl CaptureArena {
         let Batch { objects, holders, reserved } = self.batches.remove(batch as usize);
         self.counts.reserved_bytes -= reserved;
         self.changes += 1; // a batch in line may replace what is published here
-        let mut seqs = Vec::with_capacity(objects.len());
+        let mut born = Vec::with_capacity(objects.len());
         let mut exports = Vec::with_capacity(objects.len());
         for &id in &objects {
             self.last_seq += 1;
             let object = &mut self.objects[id as usize];
             (object.state, object.seq) = (State::Published, Sequence(self.last_seq));
-            seqs.push(object.seq);
+            born.push((id, object.seq));
             self.counts.resident_objects += 1;
             if let Some(range) = &object.range {
                 self.counts.resident_bytes += range.len();
@@ -167,6 +180,8 @@ impl CaptureArena {
             let sample = &mut self.samples[object.sample as usize];
             if !sample.published {
                 (sample.published, sample.since) = (true, now);
+                let sample = object.sample;
+                self.oldest.push(&mut self.samples, sample);
                 self.counts.reserved_samples -= 1;
                 self.counts.resident_samples += 1;
                 self.counts.published_samples += 1;
@@ -176,10 +191,11 @@ impl CaptureArena {
             }
         }
         self.index.insert(exports, self.last_seq);
-        for (sample, client) in holders {
-            let client = self.clients.known(&client, now);
+        if !holders.is_empty() {
+            let known = |(sample, client)| (sample, self.clients.known(&client, now));
+            let holders: HashMap<u32, u32> = holders.into_iter().map(known).collect();
             for &id in &objects {
-                if self.objects[id as usize].sample == sample {
+                if let Some(&client) = holders.get(&self.objects[id as usize].sample) {
                     self.add_hold(id, client);
                 }
             }
@@ -189,24 +205,21 @@ impl CaptureArena {
                 self.apply_remembered(id);
             }
         }
-        Ok(seqs)
+        Ok(born)
     }
 
-    /// Frees what [`Self::publish`] has just published and nobody has learned of.
-    pub(crate) fn unpublish(&mut self, seqs: &[Sequence]) {
-        let unheard: Vec<u32> = self
-            .objects
-            .iter()
-            .filter(|(_, o)| o.state == State::Published && seqs.contains(&o.seq))
-            .map(|(id, _)| id as u32)
-            .collect();
-        for id in unheard {
-            while let Some(client) = self.objects.get(id as usize).and_then(Object::first_holder) {
-                self.end_hold(id, client);
-            }
-            let alive = self.objects.get(id as usize).is_some_and(|o| o.state == State::Published);
-            if alive {
-                self.retire(id);
+    /// Frees what [`Self::publish_lives`] has published and nobody has learned of.
+    pub(crate) fn unpublish(&mut self, lives: &[(u32, Sequence)]) {
+        for &(id, seq) in lives {
+            let is_there = |books: &Self| {
+                let object = books.objects.get(id as usize);
+                object.is_some_and(|o| o.state == State::Published && o.seq == seq)
+            };
+            while is_there(self) {
+                match self.objects[id as usize].first_holder() {
+                    Some(client) => self.end_hold(id, client),
+                    None => self.retire(id),
+                }
             }
         }
     }
@@ -248,10 +261,7 @@ impl CaptureArena {
             let overdue = self.waiting.iter().position(|w| w.deadline <= now);
             let Some(late) = overdue.and_then(|i| self.waiting.remove(i)) else { return answers };
             let waited = now.saturating_duration_since(late.since);
-            answers.push((
-                late.ticket,
-                Err(self.no_room(late.bytes, late.objects, Some(waited), now)),
-            ));
+            answers.push((late.ticket, Err(self.no_room(late.bytes, late.objects, waited, now))));
         }
     }
 
@@ -326,7 +336,7 @@ impl CaptureArena {
             Batch { objects: Vec::with_capacity(ranges.len()), holders: Vec::new(), reserved };
         for planned in plan.samples {
             let live = planned.objects.len() as u32;
-            let sample = self.samples.insert(Sample { since: now, live, published: false }) as u32;
+            let sample = self.samples.insert(Sample::filling(live, now)) as u32;
             self.counts.reserved_samples += 1;
             for PlannedObject { key, .. } in planned.objects {
                 let lives = *self

@@ -17,6 +17,7 @@ pub(super) struct Counts {
     pub(super) resident_samples: u64,
     pub(super) resident_objects: u64,
     pub(super) resident_bytes: u64,
+    pub(super) draining_objects: u64,
     pub(super) reserved_samples: u64,
     pub(super) reserved_bytes: u64,
     pub(super) published_samples: u64,
@@ -64,6 +65,9 @@ pub struct ArenaHealth {
     pub waiting_batches: u64,
     /// Clients that are connected, or were within their lease.
     pub clients: u64,
+    /// Clients that have been silent for their lease, or said goodbye, but still map the arena, and
+    /// so keep what they hold.
+    pub stalled_clients: u64,
     /// Age of the oldest resident sample.
     pub oldest_age: Option<Duration>,
 }
@@ -82,16 +86,15 @@ impl From<ArenaHealth> for Health {
         health.duplicate_frees = arena.duplicate_frees;
         health.stale_frees = arena.stale_frees;
         health.lease_expired_samples = arena.lease_expired_samples;
+        health.stalled_clients = arena.stalled_clients;
         health
     }
 }
 
 impl CaptureArena {
-    /// Measures the arena.
+    /// Measures the arena; what it costs does not depend on how much lives there.
     pub fn health(&self, now: Instant) -> ArenaHealth {
         let (space, counts) = (self.space.report(), &self.counts);
-        let draining = |state| matches!(state, State::Held | State::Read);
-        let since = self.samples.iter().filter(|(_, s)| s.published).map(|(_, s)| s.since).min();
         ArenaHealth {
             resident_samples: counts.resident_samples,
             resident_objects: counts.resident_objects,
@@ -107,10 +110,14 @@ impl CaptureArena {
             duplicate_frees: counts.duplicate_frees,
             stale_frees: counts.stale_frees,
             lease_expired_samples: counts.lease_expired_samples,
-            draining_objects: self.objects.iter().filter(|(_, o)| draining(o.state)).count() as u64,
+            draining_objects: counts.draining_objects,
             waiting_batches: self.waiting.len() as u64,
             clients: self.clients.len() as u64,
-            oldest_age: since.map(|since| now.saturating_duration_since(since)),
+            stalled_clients: self.clients.stalled(),
+            oldest_age: self
+                .oldest
+                .since(&self.samples)
+                .map(|at| now.saturating_duration_since(at)),
         }
     }
 
@@ -120,13 +127,13 @@ impl CaptureArena {
         MIN_OBJECTS.max(usize::try_from(self.space.report().capacity / UNIT).unwrap_or(usize::MAX))
     }
 
-    /// Says that `requested` bytes in so many objects do not fit, what is free, and who is in the
-    /// way.
+    /// Says that `requested` bytes in so many objects did not fit in time, what is free, and who is
+    /// in the way.
     pub(super) fn no_room(
         &self,
         requested: u64,
         objects: usize,
-        waited: Option<Duration>,
+        waited: Duration,
         now: Instant,
     ) -> Error {
         let space = self.space.report();
@@ -135,25 +142,34 @@ impl CaptureArena {
         } else {
             format!("no room in the arena for {requested} bytes")
         };
-        let mut error = Error::new(ErrorKind::CapacityExceeded, "reserve", what)
+        let error = Error::new(ErrorKind::CapacityExceeded, "reserve", what)
             .with("objects", self.objects.len())
             .with("max_objects", self.max_objects())
             .with("requested_bytes", requested)
             .with("free_bytes", space.free)
             .with("largest_range", space.largest)
-            .with("arena_bytes", space.capacity);
-        error = match waited {
-            Some(waited) => error.with("waited_ms", waited.as_millis()),
-            None => error.status(ErrorStatus::Permanent), // it would not fit an empty arena either
-        };
+            .with("arena_bytes", space.capacity)
+            .with("waited_ms", waited.as_millis());
         let oldest = self.oldest(now);
-        if !oldest.is_empty() {
-            error = error.with("oldest", oldest.join("; "));
-        }
-        error.remedy(
-            "give the server a larger arena, or lower the producer's high watermark \
-             (runtime.resident_high_watermark_bytes)",
-        )
+        let error = if oldest.is_empty() { error } else { error.with("oldest", oldest.join("; ")) };
+        error.remedy("use a larger arena, or a lower watermark: release samples sooner")
+    }
+
+    /// Says that a batch does not fit an empty arena either; waiting would not help.
+    pub(super) fn never_fits(&self, requested: u64, objects: usize) -> Error {
+        let capacity = self.space.report().capacity;
+        let what = if requested > capacity {
+            format!("{requested} bytes can never fit in an arena of {capacity} bytes")
+        } else {
+            format!("{objects} objects can never fit in this arena")
+        };
+        Error::new(ErrorKind::CapacityExceeded, "reserve", what)
+            .status(ErrorStatus::Permanent)
+            .with("requested_bytes", requested)
+            .with("arena_bytes", capacity)
+            .with("requested_objects", objects)
+            .with("max_objects", self.max_objects())
+            .remedy("use a larger arena, or fewer or shorter samples in a batch")
     }
 
     /// The oldest samples by one of their keys, with age and holders.
@@ -169,10 +185,16 @@ impl CaptureArena {
             oldest.truncate(OLDEST);
         }
         let describe = |(since, _, object): (Instant, u32, &super::Object)| {
-            let names: Vec<&str> = object
+            let names: Vec<String> = object
                 .holders
                 .active_clients()
-                .map(|c| self.clients.name(c).map_or("a client that is gone", |n| n.as_str()))
+                .map(|c| match self.clients.name(c) {
+                    Some(name) if self.clients.is_stalled(c) => {
+                        format!("{name}, which is silent but maps the arena,")
+                    }
+                    Some(name) => name.to_string(),
+                    None => "a client that is gone".into(),
+                })
                 .collect();
             let who = match (object.state, names.is_empty()) {
                 (State::Filling, _) => "being filled".into(),

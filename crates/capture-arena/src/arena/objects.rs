@@ -34,6 +34,8 @@ pub struct FreeOutcome {
 /// What became of a claim. Indices into its list; all others are held now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HoldOutcome {
+    /// Were held by the client before.
+    pub before: Vec<u32>,
     /// Are gone, or on their way out.
     pub gone: Vec<u32>,
     /// Live on in a newer life, which was left alone.
@@ -80,7 +82,8 @@ impl CaptureArena {
                 Some(id) if seq.is_some_and(|s| s != self.object(id).seq) => {
                     outcome.stale.push(i as u32);
                 }
-                Some(id) => self.add_hold(id.index(), client),
+                Some(id) if self.add_hold(id.index(), client) => {}
+                Some(_) => outcome.before.push(i as u32),
             }
         }
         outcome
@@ -95,9 +98,9 @@ impl CaptureArena {
                 |id: u32, books: &Self| seq.is_none_or(|s| s == books.objects[id as usize].seq);
             let current = self.lives(key).and_then(|lives| lives.current).map(Id::index);
             if let Some(id) = current.filter(|&id| meant(id, self))
-                && self.objects[id as usize].holders.forget(client)
+                && let Some(place) = self.objects[id as usize].holders.forget(client)
             {
-                self.clients.count(client, -1);
+                self.forget_place(client, place);
                 continue;
             }
             let draining = self.draining.get(key).and_then(|lives| {
@@ -140,10 +143,14 @@ impl CaptureArena {
         Ok(())
     }
 
-    pub(super) fn add_hold(&mut self, id: u32, client: u32) {
-        if self.objects[id as usize].holders.claim(client) {
-            self.clients.count(client, 1);
+    /// Records a hold of a known client; false if it has one.
+    pub(super) fn add_hold(&mut self, id: u32, client: u32) -> bool {
+        let holders = &mut self.objects[id as usize].holders;
+        if holders.is_active(client) {
+            return false;
         }
+        holders.claim(client, self.clients.add(client, id));
+        true
     }
 
     fn object(&self, id: Id) -> &super::Object {
@@ -284,7 +291,16 @@ pub(super) enum Holders {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Holder {
     client: u32,
-    active: bool,
+    place: u32, // among what the client holds
+}
+
+impl Holder {
+    /// The place of a hold that has ended.
+    const LET_GO: u32 = u32::MAX;
+
+    fn is_active(&self) -> bool {
+        self.place != Self::LET_GO
+    }
 }
 
 impl Holders {
@@ -306,7 +322,7 @@ impl Holders {
 
     /// Whether the client holds it; none if it never did.
     fn get(&self, client: u32) -> Option<bool> {
-        self.all().iter().find(|h| h.client == client).map(|h| h.active)
+        self.all().iter().find(|h| h.client == client).map(Holder::is_active)
     }
 
     pub(super) fn is_active(&self, client: u32) -> bool {
@@ -315,7 +331,7 @@ impl Holders {
 
     /// Clients that hold it.
     pub(super) fn active_clients(&self) -> impl Iterator<Item = u32> + '_ {
-        self.all().iter().filter(|h| h.active).map(|h| h.client)
+        self.all().iter().filter(|h| h.is_active()).map(|h| h.client)
     }
 
     pub(super) fn active(&self) -> usize {
@@ -326,41 +342,49 @@ impl Holders {
         self.active_clients().next().is_some()
     }
 
-    /// Records a hold; false if the client has one.
-    fn claim(&mut self, client: u32) -> bool {
-        if let Some(holder) = self.all_mut().iter_mut().find(|h| h.client == client) {
-            return !std::mem::replace(&mut holder.active, true);
+    /// Records a hold, which is at `place` among those of its client.
+    fn claim(&mut self, client: u32, place: u32) {
+        if let Some(holder) = self.find(client) {
+            holder.place = place;
+            return;
         }
-        let new = Holder { client, active: true };
+        let new = Holder { client, place };
         match self {
             Self::None => *self = Self::One(new),
             Self::One(old) => *self = Self::Many(Box::new(vec![*old, new])),
             Self::Many(holders) => {
                 if holders.len() >= MAX_HOLDERS {
-                    holders.retain(|h| h.active);
+                    holders.retain(Holder::is_active);
                 }
                 holders.push(new);
             }
         }
-        true
     }
 
-    /// Ends a hold as if it had never been; false if the client has none.
-    fn forget(&mut self, client: u32) -> bool {
-        if !self.is_active(client) {
-            return false;
-        }
+    /// Ends a hold as if it had never been, and returns its place; none if there is none.
+    fn forget(&mut self, client: u32) -> Option<u32> {
+        let place = self.release(client)?;
         match self {
             Self::Many(holders) => holders.retain(|h| h.client != client),
             _ => *self = Self::None,
         }
-        true
+        Some(place)
     }
 
-    /// Ends a hold; false if the client has none.
-    pub(super) fn release(&mut self, client: u32) -> bool {
-        let holder = self.all_mut().iter_mut().find(|h| h.client == client);
-        holder.is_some_and(|h| std::mem::replace(&mut h.active, false))
+    /// Ends a hold, and returns its place; none if there is none.
+    pub(super) fn release(&mut self, client: u32) -> Option<u32> {
+        let holder = self.find(client).filter(|h| h.is_active())?;
+        Some(std::mem::replace(&mut holder.place, Holder::LET_GO))
+    }
+
+    /// The client's hold is at another place now.
+    pub(super) fn moved(&mut self, client: u32, place: u32) {
+        let holder = self.find(client).filter(|h| h.is_active());
+        holder.expect("what a client holds knows it").place = place;
+    }
+
+    fn find(&mut self, client: u32) -> Option<&mut Holder> {
+        self.all_mut().iter_mut().find(|h| h.client == client)
     }
 }
 
@@ -371,15 +395,16 @@ mod tests {
     #[test]
     fn those_who_have_let_go_are_forgotten_when_they_are_many() {
         let mut holders = Holders::None;
-        holders.claim(0); // and keeps it
+        holders.claim(0, 0); // and keeps it
         for client in 1..10_000 {
-            assert!(holders.claim(client) && holders.release(client));
+            holders.claim(client, client);
+            assert_eq!(holders.release(client), Some(client));
             assert!(holders.all().len() <= MAX_HOLDERS);
         }
         assert_eq!((holders.active(), holders.get(0)), (1, Some(true)));
         assert_eq!((holders.get(9_999), holders.get(1)), (Some(false), None));
         for client in 10_000..10_100 {
-            assert!(holders.claim(client), "those who hold it are never forgotten");
+            holders.claim(client, 0); // those who hold it are never forgotten
         }
         assert_eq!(holders.active(), 101);
     }

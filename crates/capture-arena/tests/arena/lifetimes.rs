@@ -7,10 +7,10 @@ use std::{
 };
 
 use capture_arena::{
-    Arena, ArenaConfig, ArenaHealth, Backing, FreeRequest, HoldRequest, ObjectList,
+    Arena, ArenaConfig, ArenaHealth, Backing, FreeRequest, HoldRequest, MappedBacking, ObjectList,
     PublishedSample, ReserveOptions, SamplePlan,
 };
-use transport_core::{ErrorKind, RemoteAddr, Sequence};
+use transport_core::{ErrorKind, MapMark, RemoteAddr, Sequence};
 
 use crate::common::*;
 
@@ -151,8 +151,8 @@ fn reads_stay_inside_one_published_object() {
 fn two_clients_of_one_sample() {
     let arena = arena(1 << 20);
     let (a, b) = (client("a"), client("b"));
-    arena.client_seen(&a, Duration::from_secs(30));
-    arena.client_seen(&b, Duration::from_secs(30));
+    arena.client_seen(&a, Duration::from_secs(30), None);
+    arena.client_seen(&b, Duration::from_secs(30), None);
     let mut held = plan("s", &[100]);
     held.holder = Some(a.clone());
     let seq = Some(publish(&arena, held, 1).objects[0].seq);
@@ -282,8 +282,8 @@ fn a_silent_holder_loses_its_samples_and_the_others_keep_theirs() {
     let arena = arena(1 << 20);
     let (dead, alive) = (client("dead"), client("alive"));
     let lease = Duration::from_millis(80);
-    arena.client_seen(&dead, lease);
-    arena.client_seen(&alive, Duration::from_secs(60));
+    arena.client_seen(&dead, lease, None);
+    arena.client_seen(&alive, Duration::from_secs(60), None);
     for id in ["x", "y"] {
         let mut held = plan(id, &[100, 100]);
         held.holder = Some(dead.clone());
@@ -304,11 +304,48 @@ fn a_silent_holder_loses_its_samples_and_the_others_keep_theirs() {
     assert_eq!(health.clients, 1);
 }
 
+/// The mapping is what proves that a client can see its samples, not what it says.
+#[test]
+fn a_client_that_maps_the_arena_keeps_what_it_holds_until_it_maps_it_no_more() {
+    let arena = Arena::start(Backing::shared(1 << 20).unwrap(), ArenaConfig::default()).unwrap();
+    let handle = arena.backing().shared_handle().unwrap().clone();
+    let lease = Duration::from_millis(60);
+    let (maps, claims_to) = (client("maps"), client("claims to"));
+    let mark = MapMark::random();
+    for (who, mark) in [(&maps, mark), (&claims_to, MapMark::random())] {
+        arena.client_greets_blocking(who, lease, Some(mark)).unwrap();
+        let mut held = plan(who.as_str(), &[100]);
+        held.holder = Some(who.clone());
+        publish(&arena, held, 1);
+    }
+    let mapping = MappedBacking::open(&handle, mark).unwrap();
+    arena.client_lost(&maps);
+    arena.client_lost(&claims_to);
+    until(&arena, |h| h.lease_expired_samples == 1 && h.stalled_clients == 1);
+    thread::sleep(4 * lease);
+    assert_eq!(health(&arena).resident_samples, 1);
+    // Another consumer of the same name could release what the first one sees.
+    let again = |mark| arena.client_greets_blocking(&maps, lease, mark);
+    for other in [None, Some(MapMark::random())] {
+        let refused = again(other).unwrap_err();
+        assert_eq!((refused.kind(), refused.context("client")), (ErrorKind::Busy, Some("maps")));
+    }
+    // It comes back, says goodbye, and still maps the arena.
+    again(Some(mark)).unwrap();
+    assert_eq!(health(&arena).stalled_clients, 0);
+    arena.client_bye(&maps);
+    assert_eq!((health(&arena).stalled_clients, health(&arena).resident_samples), (1, 1));
+    drop(mapping);
+    until(&arena, |h| h.resident_samples == 0 && h.stalled_clients == 0 && h.clients == 0);
+    assert_eq!(health(&arena).lease_expired_samples, 1, "the second one said goodbye");
+    again(None).unwrap();
+}
+
 #[test]
 fn a_goodbye_ends_claims_at_once() {
     let arena = arena(1 << 20);
     let a = client("a");
-    arena.client_seen(&a, Duration::from_secs(60));
+    arena.client_seen(&a, Duration::from_secs(60), None);
     let mut held = plan("x", &[100]);
     held.holder = Some(a.clone());
     publish(&arena, held, 1);
@@ -381,11 +418,22 @@ async fn a_dropped_future_gives_everything_up() {
     assert!(tokio::time::timeout(Duration::from_millis(20), second).await.is_err());
     drop(batch);
     let batch = arena.reserve(vec![plan("c", &[4096])], soon(1000)).await.unwrap();
-    // A publication nobody hears of is freed again.
-    {
-        let mut publish = std::pin::pin!(batch.publish());
-        let waker = std::task::Waker::noop();
-        let _ = publish.as_mut().poll(&mut std::task::Context::from_waker(waker));
+    drop(batch);
+    // A publication nobody hears of is freed again, also if the answer was on its way already.
+    for waits in [false, true] {
+        loop {
+            let batch = arena.reserve(vec![plan("c", &[4096])], soon(5000)).await.unwrap();
+            let mut publish = std::pin::pin!(batch.publish());
+            let waker = std::task::Waker::noop();
+            let asked = publish.as_mut().poll(&mut std::task::Context::from_waker(waker));
+            if waits {
+                assert_eq!(arena.health().await.unwrap().resident_samples, 1); // it has answered
+            }
+            if asked.is_pending() {
+                break;
+            }
+            free(&arena, None, keys(&[key("c", 0)])); // a quick answer: this one was heard
+        }
     }
     let published = arena.reserve(vec![plan("d", &[4096])], soon(5000)).await.unwrap();
     let published = published.publish().await.unwrap();

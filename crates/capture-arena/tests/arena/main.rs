@@ -4,6 +4,7 @@
 mod common;
 mod lifetimes;
 mod model;
+mod model_clients;
 mod pool;
 mod processes;
 mod reference;

@@ -11,9 +11,12 @@ use capture_arena::{
     BatchPlan, CaptureArena, Grant, ObjectList, Pin, PlannedObject, PlannedSample, UNIT, footprint,
 };
 use proptest::prelude::*;
-use transport_core::{ArenaOffset, ErrorKind, Sequence};
+use transport_core::{ArenaOffset, ErrorKind, MapMark, Sequence};
 
-use crate::common::client;
+use crate::{
+    common::client,
+    model_clients::{ModelClient, marks},
+};
 
 const CAPACITY: u64 = 40 * UNIT;
 const LEASE: Duration = Duration::from_millis(100);
@@ -37,6 +40,9 @@ enum Op {
     Seen(u8),
     Lost(u8),
     Bye(u8),
+    Greet { client: u8, mark: Option<bool> },
+    Map(u8),
+    Unmap(u8),
     Pin(usize),
     Unpin(usize),
     Sleep(u64),
@@ -70,7 +76,11 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(client, key, life)| Op::Hold { client, key, life }),
         1 => who.clone().prop_map(Op::Seen),
         1 => who.clone().prop_map(Op::Lost),
-        1 => who.prop_map(Op::Bye),
+        1 => who.clone().prop_map(Op::Bye),
+        2 => (who.clone(), prop::option::weighted(0.7, any::<bool>()))
+            .prop_map(|(client, mark)| Op::Greet { client, mark }),
+        1 => who.clone().prop_map(Op::Map),
+        1 => who.prop_map(Op::Unmap),
         2 => any::<usize>().prop_map(Op::Pin),
         2 => any::<usize>().prop_map(Op::Unpin),
         2 => (0..150u64).prop_map(Op::Sleep),
@@ -92,7 +102,8 @@ struct Object {
     let_go: BTreeSet<u8>, // held it once
     pins: usize,
     remembered: Vec<Option<u8>>,
-    holder: Option<u8>, // from birth
+    holder: Option<u8>,     // from birth
+    since: Option<Instant>, // published
 }
 
 #[derive(Debug)]
@@ -119,9 +130,10 @@ struct World {
     now: Instant,
     objects: Vec<Object>,
     waiting: Vec<Waiter>,
-    filling: Vec<u32>,                                // batches
-    pins: Vec<(u64, Pin)>,                            // by sequence number
-    clients: BTreeMap<u8, (Duration, bool, Instant)>, // lease, connected, seen
+    filling: Vec<u32>,     // batches
+    pins: Vec<(u64, Pin)>, // by sequence number
+    clients: BTreeMap<u8, ModelClient>,
+    mapped: Arc<Mutex<BTreeSet<MapMark>>>,
     seqs: Vec<u64>,
     counts: Counts,
     tickets: u64,
@@ -140,10 +152,14 @@ impl World {
     fn new() -> Self {
         let reclaims = Arc::new(Mutex::new(Vec::new()));
         let queue = reclaims.clone();
-        let books =
-            CaptureArena::with_reclaim(CAPACITY, LEASE, move |id| queue.lock().unwrap().push(id));
+        let reclaim = move |id| queue.lock().unwrap().push(id);
+        let mut books = CaptureArena::with_reclaim(CAPACITY, LEASE, reclaim).unwrap();
+        let mapped: Arc<Mutex<BTreeSet<MapMark>>> = Arc::default();
+        let maps = mapped.clone();
+        books.set_probe(move |mark| maps.lock().unwrap().contains(&mark));
         Self {
-            books: books.unwrap(),
+            books,
+            mapped,
             reclaims,
             now: Instant::now(),
             objects: Vec::new(),
@@ -213,7 +229,7 @@ impl World {
     }
 
     fn known(&mut self, client: u8) {
-        self.clients.entry(client).or_insert((LEASE, false, self.now));
+        self.clients.entry(client).or_insert(ModelClient::new(self.now, LEASE));
     }
 
     fn granted(&mut self, grant: Grant, objects: &[(usize, u64)], holder: Option<u8>) {
@@ -238,6 +254,7 @@ impl World {
                 pins: 0,
                 remembered: Vec::new(),
                 holder,
+                since: None,
             });
         }
         self.filling.push(grant.batch);
@@ -286,19 +303,37 @@ impl World {
             Op::Free { client, key, life } => self.free(client, key, self.seq(life)),
             Op::Hold { client, key, life } => self.hold(client, key, self.seq(life)),
             Op::Seen(c) => {
-                self.books.client_seen(&who(c), LEASE, self.now);
-                self.clients.insert(c, (LEASE, true, self.now));
+                self.books.client_seen(&who(c), LEASE, None, self.now);
+                self.known(c);
+                self.clients.get_mut(&c).unwrap().seen(self.now);
             }
             Op::Lost(c) => {
                 self.books.client_lost(&who(c), self.now);
-                if let Some((_, connected, seen)) = self.clients.get_mut(&c) {
-                    (*connected, *seen) = (false, self.now);
+                if let Some(client) = self.clients.get_mut(&c) {
+                    client.lost(self.now);
                 }
             }
             Op::Bye(c) => {
-                self.books.client_bye(&who(c));
-                self.leave(c, false);
+                self.books.client_bye(&who(c), self.now);
+                let mapped = self.mapped.lock().unwrap().clone();
+                if !self.clients.get_mut(&c).is_some_and(|client| client.bye(self.now, &mapped)) {
+                    self.leave(c, false);
+                }
             }
+            Op::Greet { client, mark } => {
+                let mark = mark.map(|second| marks(client)[usize::from(second)]);
+                let greeted = self.books.client_greets(&who(client), LEASE, mark, self.now);
+                let mapped = self.mapped.lock().unwrap().clone();
+                if self.clients.get(&client).is_some_and(|c| c.refuses(mark, &mapped)) {
+                    assert_eq!(greeted.unwrap_err().kind(), ErrorKind::Busy);
+                } else {
+                    greeted.unwrap();
+                    self.known(client);
+                    self.clients.get_mut(&client).unwrap().greet(mark, self.now);
+                }
+            }
+            Op::Map(c) => drop(self.mapped.lock().unwrap().insert(marks(c)[0])),
+            Op::Unmap(c) => drop(self.mapped.lock().unwrap().remove(&marks(c)[0])),
             Op::Pin(i) => self.pin(i),
             Op::Unpin(i) if !self.pins.is_empty() => {
                 let (seq, pin) = self.pins.swap_remove(i % self.pins.len());
@@ -383,7 +418,7 @@ impl World {
             let new =
                 self.objects.iter_mut().find(|o| o.key == key && o.seq == 0 && o.batch == batch);
             let new = new.unwrap();
-            (new.seq, new.current) = (seq.0, true);
+            (new.seq, new.current, new.since) = (seq.0, true, Some(self.now));
             new.holds.extend(new.holder);
             for client in std::mem::take(&mut new.remembered) {
                 if !new.current {
@@ -491,17 +526,18 @@ impl World {
     }
 
     fn poll(&mut self) {
-        let expiry = |(lease, connected, seen): &(Duration, bool, Instant)| {
-            *seen + *lease * if *connected { 2 } else { 1 }
-        };
-        let over: Vec<u8> =
-            self.clients.iter().filter(|(_, c)| expiry(c) <= self.now).map(|(c, _)| *c).collect();
+        let (now, mapped) = (self.now, self.mapped.lock().unwrap().clone());
+        let over: Vec<(u8, bool)> = self
+            .clients
+            .iter_mut()
+            .filter_map(|(c, client)| client.is_over(now, &mapped).then_some((*c, client.left)))
+            .collect();
         let before = self.counts.expired;
         // Of a sample with several holders, the order in which their leases end decides how often
         // it counts, if they end in one moment.
         let exact = over.len() < 2;
-        for client in over {
-            self.leave(client, true);
+        for (client, left) in over {
+            self.leave(client, !left);
         }
         self.collect();
         let answers = self.books.poll(self.now);
@@ -561,6 +597,10 @@ impl World {
         assert_eq!(health.stale_frees, self.counts.stale);
         assert_eq!(health.waiting_batches, self.waiting.len() as u64);
         assert_eq!(health.clients, self.clients.len() as u64);
+        let stalled = self.clients.values().filter(|client| client.stalled).count();
+        assert_eq!(health.stalled_clients, stalled as u64);
+        let oldest = resident().map(|o| o.since.unwrap()).min();
+        assert_eq!(health.oldest_age, oldest.map(|since| self.now - since));
     }
 
     /// Everybody leaves: nothing may be left behind.
@@ -575,7 +615,8 @@ impl World {
         for id in std::mem::take(&mut *self.reclaims.lock().unwrap()) {
             self.books.reclaim(id);
         }
-        (0..3).for_each(|c| self.books.client_bye(&who(c)));
+        self.mapped.lock().unwrap().clear();
+        (0..3).for_each(|c| self.books.client_bye(&who(c), self.now));
         let all: ObjectList = (0..KEYS).map(|k| (key(k), None)).collect();
         self.books.free(None, &all);
         let health = self.books.health(self.now);

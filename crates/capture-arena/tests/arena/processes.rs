@@ -13,7 +13,7 @@ use std::{
 
 use capture_arena::{Arena, ArenaConfig, Backing, MappedBacking, SharedHandle};
 use rustix::fs::{MemfdFlags, SealFlags};
-use transport_core::{ArenaOffset, ErrorKind, RegionKind};
+use transport_core::{ArenaOffset, ErrorKind, MapMark, RegionKind, RegionSlice};
 
 use crate::common::*;
 
@@ -104,30 +104,42 @@ impl Drop for Publisher {
     }
 }
 
+/// A view that keeps its mapping.
+#[allow(unsafe_code)]
+fn view(mapped: &MappedBacking, offset: u64, len: u64) -> Option<RegionSlice> {
+    let owner = std::sync::Arc::new(mapped.clone());
+    // SAFETY: the owner keeps the mapping, and the publisher of these tests, which frees nothing,
+    // never writes a byte again.
+    unsafe { mapped.view(ArenaOffset(offset), len, owner) }
+}
+
 #[test]
 fn another_process_reads_without_a_copy() {
     let publisher = Publisher::start("return");
-    let mapped = MappedBacking::open(&publisher.handle).unwrap();
+    let mapped = MappedBacking::open(&publisher.handle, MapMark::random()).unwrap();
     assert_eq!(mapped.bytes_len(), BYTES);
-    let view = mapped.slice(ArenaOffset(0), 5000).unwrap();
+    let view = view(&mapped, 0, 5000).unwrap();
     assert_eq!(view.kind(), RegionKind::Shared);
     assert!(view.as_ref().iter().all(|&b| b == 0xA5));
-    assert!(mapped.slice(ArenaOffset(BYTES - 10), 11).is_none());
-    assert!(mapped.slice(ArenaOffset(u64::MAX), 2).is_none());
+    assert!(self::view(&mapped, BYTES - 10, 11).is_none());
+    assert!(self::view(&mapped, u64::MAX, 2).is_none());
     // The memory outlives its maker for those who have mapped it, and for nobody else.
     let handle = publisher.handle.clone();
     drop(mapped);
     assert!(publisher.finish().success());
     assert!(view.as_ref().iter().all(|&b| b == 0xA5));
-    assert_eq!(MappedBacking::open(&handle).unwrap_err().kind(), ErrorKind::PeerGone);
+    assert_eq!(
+        MappedBacking::open(&handle, MapMark::random()).unwrap_err().kind(),
+        ErrorKind::PeerGone
+    );
 }
 
 #[test]
 fn nobody_else_can_write() {
     let publisher = Publisher::start("return");
     let handle = &publisher.handle;
-    let mapped = MappedBacking::open(handle).unwrap();
-    let view = mapped.slice(ArenaOffset(0), 1).unwrap();
+    let mapped = MappedBacking::open(handle, MapMark::random()).unwrap();
+    let view = view(&mapped, 0, 1).unwrap();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let line = maps.lines().find(|l| l.contains(&format!(" {} ", handle.ino))).unwrap();
     assert!(line.contains(" r--s "), "{line}");
@@ -144,7 +156,7 @@ fn handles_that_do_not_fit_are_refused() {
     let publisher = Publisher::start("return");
     let right = || publisher.handle.clone();
     let kind = |handle: SharedHandle| {
-        let error = MappedBacking::open(&handle).unwrap_err();
+        let error = MappedBacking::open(&handle, MapMark::random()).unwrap_err();
         assert!(error.to_string().contains(';'), "says what to do: {error}");
         error.kind()
     };
@@ -154,10 +166,13 @@ fn handles_that_do_not_fit_are_refused() {
     assert_eq!(kind(SharedHandle { fd: 9999, ..right() }), ErrorKind::PeerGone);
     assert_eq!(kind(SharedHandle { fd: 0, ..right() }), ErrorKind::PeerGone, "a pipe");
     assert_eq!(kind(SharedHandle { pid: u32::MAX / 4, ..right() }), ErrorKind::PeerGone);
-    let sizes = [0, BYTES - 512, BYTES + 512, u64::MAX]
-        .map(|bytes| MappedBacking::open(&SharedHandle { bytes, ..right() }).unwrap_err().kind());
+    let sizes = [0, BYTES - 512, BYTES + 512, u64::MAX].map(|bytes| {
+        MappedBacking::open(&SharedHandle { bytes, ..right() }, MapMark::random())
+            .unwrap_err()
+            .kind()
+    });
     assert_eq!(sizes, [ErrorKind::Protocol; 4]);
-    assert!(MappedBacking::open(&right()).is_ok());
+    assert!(MappedBacking::open(&right(), MapMark::random()).is_ok());
 }
 
 /// A handle to something of our own.
@@ -179,16 +194,19 @@ fn memory_that_could_shrink_is_refused() {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = File::from(rustix::fs::memfd_create("arena-test", flags).unwrap());
     file.set_len(4096).unwrap();
-    let refused = MappedBacking::open(&own_handle(&file, 4096)).unwrap_err();
+    let refused = MappedBacking::open(&own_handle(&file, 4096), MapMark::random()).unwrap_err();
     assert!(refused.to_string().contains("not sealed"), "{refused}");
     rustix::fs::fcntl_add_seals(&file, SealFlags::GROW | SealFlags::SHRINK).unwrap();
-    assert!(MappedBacking::open(&own_handle(&file, 4096)).is_err(), "seals could be added");
+    assert!(
+        MappedBacking::open(&own_handle(&file, 4096), MapMark::random()).is_err(),
+        "seals could be added"
+    );
     rustix::fs::fcntl_add_seals(&file, SealFlags::SEAL).unwrap();
-    assert!(MappedBacking::open(&own_handle(&file, 4096)).is_ok());
+    assert!(MappedBacking::open(&own_handle(&file, 4096), MapMark::random()).is_ok());
     // A file on disk has no seals at all.
     let file = File::open(std::env::current_exe().unwrap()).unwrap();
     let len = file.metadata().unwrap().len();
-    assert!(MappedBacking::open(&own_handle(&file, len)).is_err());
+    assert!(MappedBacking::open(&own_handle(&file, len), MapMark::random()).is_err());
 }
 
 #[test]
@@ -231,5 +249,5 @@ fn a_process_that_ends_with_a_live_arena_ends_as_it_meant_to() {
     let pid = rustix::process::Pid::from_child(&waiting.process);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert_eq!(waiting.wait().signal(), Some(15));
-    assert!(MappedBacking::open(&waiting.handle).is_err());
+    assert!(MappedBacking::open(&waiting.handle, MapMark::random()).is_err());
 }

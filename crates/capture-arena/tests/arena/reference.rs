@@ -1,6 +1,9 @@
 //! The placements and messages that the reference arena documents.
 
-use std::{thread, time::Duration};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use crate::common::*;
 use capture_arena::{Arena, ReserveOptions};
@@ -59,8 +62,20 @@ fn no_room_within_the_deadline_says_who_is_in_the_way() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
+    assert!(!text.contains("runtime."), "names no setting of somebody else: {text}");
+}
+
+#[test]
+fn what_can_never_fit_is_refused_without_waiting() {
+    let arena = arena(4096);
+    let start = Instant::now();
     let error = arena.reserve_blocking(vec![plan("b", &[5000])], soon(60_000)).unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(30), "no wait for frees");
     assert_eq!((error.kind(), error.is_temporary()), (ErrorKind::CapacityExceeded, false));
+    let text = error.to_string();
+    for part in ["5120 bytes can never fit in an arena of 4096 bytes", "larger arena", "shorter"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
 }
 
 #[test]

@@ -21,7 +21,7 @@ mod sample;
 
 use transport_core::{Error, ErrorKind};
 
-use crate::json::{ListFault, ObjectFault, RawObject, Text};
+use crate::json::{Fault, FieldFault, ListFault, Mismatch, ObjectFault, RawObject, Text};
 
 pub use request::{CaptureRequest, Form, Prompt, Sampling};
 pub use response::{Checksum, Row, parse_response, write_response};
@@ -92,8 +92,32 @@ impl Faults {
         Error::new(self.kind, self.operation, message)
     }
 
-    pub(crate) fn field(self, field: &'static str) -> Error {
-        self.error("a field is missing or unusable").with("field", field)
+    /// A field that is missing, of the wrong type or, given by its name alone, unusable.
+    pub(crate) fn field(self, fault: impl Into<FieldFault>) -> Error {
+        let FieldFault { name, why } = fault.into();
+        match why {
+            Fault::Missing => self.error("a field is missing").with("field", name),
+            Fault::Type(Mismatch { expected, found }) => self
+                .error("a field has the wrong type")
+                .with("field", name)
+                .with("expected", expected)
+                .with("found", found),
+            Fault::Value => self.error("a field is unusable").with("field", name),
+        }
+    }
+
+    /// A field that has the right type and, for the reason of `error`, cannot be used.
+    pub(crate) fn unusable(self, name: &'static str, error: Error) -> Error {
+        self.field(name).with("why", error.message()).source(error)
+    }
+
+    pub(crate) fn missing(self, name: &'static str) -> Error {
+        self.field(FieldFault { name, why: Fault::Missing })
+    }
+
+    /// A field whose text does not parse as what it has to be.
+    pub(crate) fn wrong_type(self, name: &'static str, error: &serde_json::Error) -> Error {
+        self.field(FieldFault { name, why: Fault::Type(Mismatch::of(error)) })
     }
 
     pub(crate) fn object(self, fault: ObjectFault) -> Error {
@@ -105,10 +129,22 @@ impl Faults {
         }
     }
 
+    /// The fields of an object that is itself a field.
+    pub(crate) fn object_at<'a>(
+        self,
+        json: &'a str,
+        field: &'static str,
+    ) -> Result<RawObject<'a>, Error> {
+        RawObject::parse(json).map_err(|fault| self.object(fault).with("field", field))
+    }
+
     /// The faults of a field that holds a list.
     pub(crate) fn list(self, field: &'static str, fault: ListFault) -> Error {
         match fault {
-            ListFault::Syntax { .. } | ListFault::Type => self.field(field),
+            ListFault::Syntax { .. } => self.field(field),
+            ListFault::Type(mismatch) => {
+                self.field(FieldFault { name: field, why: Fault::Type(mismatch) })
+            }
             ListFault::TooMany => self.error("a list is too long").with("field", field),
         }
     }
@@ -124,6 +160,6 @@ impl Faults {
         object: &RawObject<'_>,
         field: &'static str,
     ) -> Result<T, Error> {
-        self.text(object, field)?.parse().map_err(|error| self.field(field).source(error))
+        self.text(object, field)?.parse().map_err(|error| self.unusable(field, error))
     }
 }

@@ -79,14 +79,10 @@ impl CaptureRequest {
         let patch = object.get("spec_capture").map(|raw| one_or_list(raw, limits)).transpose()?;
         let (form, samples) = match (patch, plugin) {
             (Some(raw), None) => {
-                let samples: Result<Vec<_>> =
-                    raw.into_iter().map(|raw| SampleRequest::parse(raw.get(), limits)).collect();
-                (Form::Patch, samples?)
+                (Form::Patch, parse_samples(raw.into_iter().map(|raw| raw.get()), limits)?)
             }
             (None, Some(texts)) => {
-                let samples: Result<Vec<_>> =
-                    texts.iter().map(|text| SampleRequest::parse(text, limits)).collect();
-                (Form::Plugin, samples?)
+                (Form::Plugin, parse_samples(texts.iter().map(String::as_str), limits)?)
             }
             (None, None) => {
                 return Err(READ
@@ -198,13 +194,25 @@ fn one_or_list<'a>(raw: &'a str, limits: &Limits) -> Result<Vec<Raw<'a>>> {
     if raw.starts_with('[') {
         bounded_list(raw, limits.samples).map_err(|fault| READ.list("spec_capture", fault))
     } else {
-        Ok(vec![serde_json::from_str(raw).map_err(|_| READ.field("spec_capture"))?])
+        Ok(vec![serde_json::from_str(raw).map_err(|e| READ.wrong_type("spec_capture", &e))?])
     }
+}
+
+/// What to capture of each prompt; an error says of which prompt it speaks.
+fn parse_samples<'a>(
+    samples: impl Iterator<Item = &'a str>,
+    limits: &Limits,
+) -> Result<Vec<SampleRequest>> {
+    let parse = |(i, json)| {
+        SampleRequest::parse(json, limits)
+            .map_err(|e| e.with("in", format_args!("spec_capture[{i}]")))
+    };
+    samples.enumerate().map(parse).collect()
 }
 
 fn parse_input_ids(object: &RawObject<'_>, limits: &Limits) -> Result<(bool, Vec<Vec<i64>>)> {
     let list = |raw, most| bounded_list(raw, most).map_err(|fault| READ.list("input_ids", fault));
-    let raw = object.get("input_ids").ok_or_else(|| READ.field("input_ids"))?;
+    let raw = object.get("input_ids").ok_or_else(|| READ.missing("input_ids"))?;
     let nested = raw.strip_prefix('[').is_some_and(|r| r.trim_ascii_start().starts_with('['));
     if !nested {
         let ids = list(raw, limits.prompt_tokens)?;
@@ -231,7 +239,7 @@ fn parse_extra_keys(object: &RawObject<'_>, prompts: usize) -> Result<Vec<Option
         Some(raw) if raw.starts_with('[') => {
             bounded_list(raw, prompts).map_err(|fault| READ.list("extra_key", fault))?
         }
-        Some(raw) => vec![serde_json::from_str(raw).map_err(|_| READ.field("extra_key"))?],
+        Some(raw) => vec![serde_json::from_str(raw).map_err(|e| READ.wrong_type("extra_key", &e))?],
     };
     if keys.len() != prompts {
         return Err(READ
@@ -252,7 +260,7 @@ fn parse_sampling(
     let field = |name| READ.field(name);
     let (mut texts, all) = (Vec::new(), one_or_list(raw, limits)?);
     for raw in &all {
-        let params = RawObject::parse(raw.get()).map_err(|fault| READ.object(fault))?;
+        let params = READ.object_at(raw.get(), "sampling_params")?;
         if let Some(temperature) = params.optional("temperature").map_err(field)? {
             sampling.temperature = temperature;
         }
@@ -260,7 +268,7 @@ fn parse_sampling(
             sampling.max_new_tokens = tokens;
         }
         let Some(custom) = params.get("custom_params") else { continue };
-        let custom = RawObject::parse(custom).map_err(|fault| READ.object(fault))?;
+        let custom = READ.object_at(custom, "custom_params")?;
         if let Some(Text(text)) = custom.optional("spec_capture").map_err(field)? {
             texts.push(text.into_owned());
         }
@@ -272,5 +280,48 @@ fn parse_sampling(
             .error("only some sampling_params say what to capture")
             .with("expected", all.len())
             .with("found", found)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is said of a good request after `from` in it became `to`.
+    fn refusal(from: &str, to: &str) -> String {
+        let good = r#"{"input_ids": [[1, 2]], "sampling_params": {"temperature": 0},
+            "spec_capture": [{"store_id": "run", "sample_id": "a", "gen": 1, "replace": false,
+                "features": {"aux": "hidden", "last_hidden": "last"},
+                "passthrough": [{"name": "ids", "data": [1, 2], "shape": [1, 2],
+                                 "dtype": "int64"}]}]}"#;
+        let parse = |text: &str| CaptureRequest::parse(text.as_bytes(), &Limits::default());
+        parse(good).unwrap();
+        assert_eq!(good.matches(from).count(), 1, "{from}");
+        parse(&good.replace(from, to)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_refusal_names_the_field_and_both_types() {
+        for (from, to, parts) in [
+            (r#""hidden""#, "[5]", &["features.aux", "expected=a string", "found=a list"][..]),
+            (r#""last""#, "true", &["features.last_hidden", "a string", "found=a boolean"]),
+            (r#""hidden""#, r#""a/b""#, &["features.aux", "unusable", "why="]),
+            (r#"{"aux": "hidden", "last_hidden": "last"}"#, "5", &["features", "not an object"]),
+            (r#""gen": 1"#, r#""gen": "1""#, &["field=gen", "a whole number", "found=a string"]),
+            (r#""gen": 1"#, r#""gen": null"#, &["a field is missing", "field=gen"]),
+            (r#""store_id": "run", "#, "", &["a field is missing", "store_id", "spec_capture[0]"]),
+            (r#""run""#, r#""""#, &["field=store_id", "unusable", "why="]),
+            (r#""replace": false"#, r#""replace": 0"#, &["replace", "a boolean", "whole number"]),
+            ("[[1, 2]]", "[[1, 2.5]]", &["input_ids", "a whole number", "found=a number"]),
+            ("[[1, 2]]", r#""text""#, &["input_ids", "expected=a list", "found=a string"]),
+            (r#""data": [1, 2]"#, r#""data": {}"#, &["data", "a list", "passthrough[0]"]),
+            (r#""dtype": "int64""#, r#""dtype": 64"#, &["dtype", "a string", "passthrough[0]"]),
+            ("\"temperature\": 0", "\"temperature\": \"0\"", &["temperature", "a number"]),
+        ] {
+            let text = refusal(from, to);
+            for part in parts {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+        }
     }
 }

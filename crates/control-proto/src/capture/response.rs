@@ -141,7 +141,7 @@ fn parse_checksums(
             return Err(READ.error("there is a checksum of a tensor that there is not"));
         }
         let Text(text) =
-            serde_json::from_str(raw).map_err(|_| READ.field("spec_capture_checksums"))?;
+            serde_json::from_str(raw).map_err(|e| READ.wrong_type("spec_capture_checksums", &e))?;
         checksums.insert(FeatureName::new(name)?, text.parse()?);
     }
     Ok(checksums)

@@ -68,8 +68,8 @@ fn parse_descriptor(
     limits: &Limits,
 ) -> Result<Descriptor> {
     let location = parse_location(object)?;
-    let raw = object.get("features").ok_or_else(|| READ.field("features"))?;
-    let raw = RawObject::parse(raw).map_err(|fault| READ.object(fault))?;
+    let raw = object.get("features").ok_or_else(|| READ.missing("features"))?;
+    let raw = READ.object_at(raw, "features")?;
     if raw.len() == 0 || raw.len() > limits.features {
         return Err(READ
             .error("the number of tensors is out of range")
@@ -113,7 +113,7 @@ fn parse_location(object: &RawObject<'_>) -> Result<Location> {
         (None, false) => Ok(Location::Store),
         (None, true) => parse_token_location(object).map(Location::Token),
         (Some(raw), false) if arena.is_none() || nvlink.is_none() => {
-            let arena = RawObject::parse(raw).map_err(|fault| READ.object(fault))?;
+            let arena = READ.object_at(raw, "arena")?;
             let mut location = ArenaLocation::new(
                 READ.parse(&arena, "session")?,
                 control_endpoint(&arena, "control", READ)?,
@@ -171,7 +171,7 @@ pub(crate) fn control_endpoint(
         .with("found", format_args!("{:?}", super::shortened(&text)))
         .remedy("update the capture server to one whose control endpoint is host:port"));
     }
-    text.parse().map_err(|error| faults.field(field).source(error))
+    text.parse().map_err(|error| faults.unusable(field, error))
 }
 
 fn parse_feature(json: &str, location: &Location) -> Result<FeatureDescriptor> {
@@ -214,14 +214,19 @@ pub(crate) fn feature_address(
 
 /// `shape` and `dtype` of an object.
 pub(crate) fn parse_meta(object: &RawObject<'_>, faults: Faults) -> Result<TensorMeta> {
-    let dtype: Dtype = faults.parse(object, "dtype")?;
-    let raw = object.get("shape").ok_or_else(|| faults.field("shape"))?;
-    let shape: Vec<i64> =
-        bounded_list(raw, TensorMeta::MAX_RANK).map_err(|fault| faults.list("shape", fault))?;
+    let dtype: Dtype = faults
+        .parse(object, "dtype")
+        .map_err(|error| error.remedy("use a torch element type, such as bfloat16 or int64"))?;
+    let raw = object.get("shape").ok_or_else(|| faults.missing("shape"))?;
+    let found = || super::shortened(raw);
+    let shape: Vec<i64> = bounded_list(raw, TensorMeta::MAX_RANK)
+        .map_err(|fault| faults.list("shape", fault).with("found", found()))?;
     let shape: Option<Vec<u64>> = shape.iter().map(|&d| u64::try_from(d).ok()).collect();
-    let shape =
-        shape.ok_or_else(|| faults.error("a dimension is negative").with("field", "shape"))?;
-    TensorMeta::new(dtype, shape).map_err(|error| faults.field("shape").source(error))
+    let shape = shape.ok_or_else(|| {
+        faults.error("a dimension is negative").with("field", "shape").with("found", found())
+    })?;
+    TensorMeta::new(dtype, shape)
+        .map_err(|error| faults.unusable("shape", error).with("found", found()))
 }
 
 /// Appends a result: the form of the sample's location, or a failure.

@@ -62,18 +62,29 @@ impl SampleRequest {
             READ.parse(&object, "sample_id")?,
             Generation(object.field("gen").map_err(|field| READ.field(field))?),
         );
-        let mut request = Self::new(sample);
+        let mut request = Self::new(sample.clone());
+        match request.parse_rest(&object, limits) {
+            Ok(()) => Ok(request),
+            Err(error) => Err(error.with("sample", sample)),
+        }
+    }
+
+    fn parse_rest(&mut self, object: &RawObject<'_>, limits: &Limits) -> Result<()> {
         let optional = |name| object.optional(name).map_err(|field| READ.field(field));
-        request.replace = optional("replace")?.unwrap_or(false);
+        self.replace = optional("replace")?.unwrap_or(false);
         if let Some(features) = object.get("features") {
-            request.parse_features(features)?;
+            self.parse_features(features)?;
         }
         if let Some(raw) = object.get("passthrough") {
             let tensors: Vec<Raw<'_>> = bounded_list(raw, limits.features)
                 .map_err(|fault| READ.list("passthrough", fault))?;
-            request.passthrough = tensors
+            self.passthrough = tensors
                 .into_iter()
-                .map(|raw| Passthrough::parse(raw.get(), limits))
+                .enumerate()
+                .map(|(i, raw)| {
+                    Passthrough::parse(raw.get(), limits)
+                        .map_err(|e| e.with("in", format_args!("passthrough[{i}]")))
+                })
                 .collect::<Result<_>>()?;
         }
         if let Some(Text(transport)) =
@@ -82,18 +93,17 @@ impl SampleRequest {
             if transport.is_empty() || transport.len() > 64 {
                 return Err(READ.field("transport"));
             }
-            request.transport = Some(transport.into_owned());
+            self.transport = Some(transport.into_owned());
         }
-        request.check(limits)?;
-        Ok(request)
+        self.check(limits)
     }
 
     fn parse_features(&mut self, json: &str) -> Result<()> {
-        let features = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
+        let features = READ.object_at(json, "features")?;
         for (source, raw) in features.iter().filter(|(_, raw)| *raw != "null") {
-            let place = match source {
-                "aux" => &mut self.aux,
-                "last_hidden" => &mut self.last_hidden,
+            let (place, field) = match source {
+                "aux" => (&mut self.aux, "features.aux"),
+                "last_hidden" => (&mut self.last_hidden, "features.last_hidden"),
                 _ => {
                     return Err(READ
                         .error("a feature has an unknown source")
@@ -101,8 +111,8 @@ impl SampleRequest {
                         .remedy("use aux, last_hidden, or passthrough tensors"));
                 }
             };
-            let Text(name) = serde_json::from_str(raw).map_err(|_| READ.field("features"))?;
-            *place = Some(FeatureName::new(name)?);
+            let Text(name) = serde_json::from_str(raw).map_err(|e| READ.wrong_type(field, &e))?;
+            *place = Some(FeatureName::new(name).map_err(|e| READ.unusable(field, e))?);
         }
         Ok(())
     }
@@ -206,7 +216,7 @@ impl Passthrough {
     /// type, which is an integer type or bool.
     pub fn new(name: FeatureName, meta: TensorMeta, data: Vec<i64>) -> Result<Self> {
         let invalid = |why: &'static str| {
-            READ.error(why).with("tensor", format_args!("{:?}", name.as_str())).with("meta", &meta)
+            READ.error(why).with("feature", format_args!("{:?}", name.as_str())).with("meta", &meta)
         };
         let range = match meta.dtype() {
             Dtype::Int64 => i64::MIN..=i64::MAX,
@@ -255,11 +265,14 @@ impl Passthrough {
 
     fn parse(json: &str, limits: &Limits) -> Result<Self> {
         let object = RawObject::parse(json).map_err(|fault| READ.object(fault))?;
-        let meta = super::parse_meta(&object, READ)?;
-        let raw = object.get("data").ok_or_else(|| READ.field("data"))?;
+        let name: FeatureName = READ.parse(&object, "name")?;
+        let named = |error: Error| error.with("feature", format_args!("{:?}", name.as_str()));
+        let meta = super::parse_meta(&object, READ).map_err(named)?;
+        let raw = object.get("data").ok_or_else(|| READ.missing("data")).map_err(named)?;
         let most = limits.prompt_tokens.saturating_mul(16); // a few numbers per token
-        let data = bounded_list(raw, most).map_err(|fault| READ.list("data", fault))?;
-        Self::new(READ.parse(&object, "name")?, meta, data)
+        let data =
+            bounded_list(raw, most).map_err(|fault| READ.list("data", fault)).map_err(named)?;
+        Self::new(name, meta, data)
     }
 
     fn write(&self, out: &mut Vec<u8>) {

@@ -37,7 +37,7 @@ impl<'a> KeyList<'a> {
             ListFault::Syntax { at } => BadLine::NotJson { at },
             ListFault::TooMany => BadLine::TooManyKeys { limit },
             // What follows the first item of another type has not been read yet.
-            ListFault::Type => match serde_json::from_str::<IgnoredAny>(text) {
+            ListFault::Type(_) => match serde_json::from_str::<IgnoredAny>(text) {
                 Ok(_) => BadLine::NotAMessage,
                 Err(error) => BadLine::NotJson { at: crate::json::byte_position(text, &error) },
             },

@@ -161,8 +161,8 @@ impl From<crate::json::ObjectFault> for BadLine {
     }
 }
 
-fn bad_field(field: &'static str) -> BadLine {
-    BadLine::BadField { field }
+fn bad_field(fault: impl Into<crate::json::FieldFault>) -> BadLine {
+    BadLine::BadField { field: fault.into().name }
 }
 
 /// The text of a line, within the nesting limit.

@@ -6,7 +6,7 @@ use serde::{
     Deserialize, Deserializer,
     de::{IgnoredAny, SeqAccess, Visitor},
 };
-use transport_core::{ClientId, Epoch, Error, ErrorKind, RemoteAddr, Result, Sequence};
+use transport_core::{ClientId, Epoch, Error, ErrorKind, MapMark, RemoteAddr, Result, Sequence};
 
 use super::{BadLine, KeyList, Limits, VERSION, bad_field, checked_text, lease_from_millis, utf8};
 use crate::{
@@ -124,12 +124,22 @@ pub struct Hello {
     pub lease: Duration,
     /// Proof of the right to free, where the server asks for one.
     pub token: Option<Secret>,
+    /// The mark under which the client maps the server's memory, if it does: while that mapping
+    /// exists, its claims outlive every lease.
+    pub mapping: Option<MapMark>,
 }
 
 impl Hello {
     /// Introduces `client`, speaking [`VERSION`].
     pub fn new(client: ClientId, lease: Duration, token: Option<Secret>) -> Self {
-        Self { version: VERSION, client, lease, token }
+        Self { version: VERSION, client, lease, token, mapping: None }
+    }
+
+    /// Says under which mark the client maps the server's memory.
+    #[must_use]
+    pub fn mapping(mut self, mark: MapMark) -> Self {
+        self.mapping = Some(mark);
+        self
     }
 
     fn parse(object: &RawObject<'_>) -> Result<Self, BadLine> {
@@ -139,11 +149,16 @@ impl Hello {
             Some(Text(token)) => Some(Secret::new(&*token).map_err(|_| bad_field("token"))?),
             None => None,
         };
+        let mapping: Option<MapMark> = object.optional("mapping").map_err(bad_field)?;
+        if mapping.is_some_and(|mark| mark.0 == 0 || mark > MapMark::MAX) {
+            return Err(bad_field("mapping"));
+        }
         Ok(Self {
             version: object.field("version").map_err(bad_field)?,
             client: ClientId::new(client).map_err(|_| bad_field("client"))?,
             lease: lease_from_millis(object.field("lease_ms").map_err(bad_field)?)?,
             token,
+            mapping,
         })
     }
 }
@@ -196,7 +211,7 @@ impl<'a> Objects<'a> {
         let limit = limits.keys_per_line;
         bounded_list(list, limit).map(Self).map_err(|fault| match fault {
             ListFault::TooMany => BadLine::TooManyKeys { limit },
-            ListFault::Type | ListFault::Syntax { .. } => bad_field("objects"),
+            ListFault::Type(_) | ListFault::Syntax { .. } => bad_field("objects"),
         })
     }
 
@@ -266,6 +281,10 @@ pub fn write_hello(out: &mut Vec<u8>, hello: &Hello) {
     if let Some(token) = &hello.token {
         out.extend_from_slice(b",\"token\":");
         write_string(out, token.expose());
+    }
+    if let Some(mark) = hello.mapping {
+        out.extend_from_slice(b",\"mapping\":");
+        write_number(out, mark.0);
     }
     out.extend_from_slice(b"}\n");
 }
@@ -457,6 +476,14 @@ mod tests {
             (r#"{"op":"hold","id":1,"epoch":1,"objects":[["k",1,2,3,4]]}"#, bad_field("objects")),
             (r#"{"op":"hello","version":1,"client":"a/b","lease_ms":1}"#, bad_field("client")),
             (r#"{"op":"hello","version":1,"client":"a","lease_ms":0}"#, bad_field("lease_ms")),
+            (
+                r#"{"op":"hello","version":1,"client":"a","lease_ms":1,"mapping":0}"#,
+                bad_field("mapping"),
+            ),
+            (
+                r#"{"op":"hello","version":1,"client":"a","lease_ms":1,"mapping":9007199254740993}"#,
+                bad_field("mapping"),
+            ),
             (
                 r#"{"op":"hello","version":1,"client":"a","lease_ms":86400001}"#,
                 bad_field("lease_ms"),

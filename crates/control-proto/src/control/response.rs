@@ -138,6 +138,9 @@ pub enum Code {
     TooManyConnections,
     /// The client was silent for too long; its claims ended, the connection is closed.
     LeaseExpired,
+    /// Another consumer of the client's name is connected or maps the server's memory; the
+    /// connection is closed.
+    ClientInUse,
     /// The server is shutting down; the connection is closed.
     Closing,
     /// The server failed to serve the line.
@@ -147,7 +150,7 @@ pub enum Code {
 }
 
 impl Code {
-    const KNOWN: [(Self, &'static str); 10] = [
+    const KNOWN: [(Self, &'static str); 11] = [
         (Self::StaleEpoch, "stale_epoch"),
         (Self::BadToken, "bad_token"),
         (Self::NeedHello, "need_hello"),
@@ -156,6 +159,7 @@ impl Code {
         (Self::LineTooLong, "line_too_long"),
         (Self::TooManyConnections, "too_many_connections"),
         (Self::LeaseExpired, "lease_expired"),
+        (Self::ClientInUse, "client_in_use"),
         (Self::Closing, "closing"),
         (Self::Internal, "internal"),
     ];
@@ -203,7 +207,7 @@ impl Response {
             let list = object.get(name).ok_or(bad_field(name))?;
             bounded_list(list, limit).map_err(|fault| match fault {
                 ListFault::TooMany => BadLine::TooManyKeys { limit },
-                ListFault::Type | ListFault::Syntax { .. } => bad_field(name),
+                ListFault::Type(_) | ListFault::Syntax { .. } => bad_field(name),
             })
         };
         Ok(match &*op {

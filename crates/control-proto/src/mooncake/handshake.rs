@@ -119,6 +119,9 @@ impl<'a> Frame<'a> {
 pub struct SegmentDescriptor {
     /// Registered memory; an address that is transferred must lie in one of them.
     pub buffers: Vec<Buffer>,
+    /// How device memory of a featurestore process is opened; other peers do not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub featurestore_device: Option<DeviceShare>,
     /// Life of a featurestore process; other peers do not tell.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub featurestore_epoch: Option<Epoch>,
@@ -157,6 +160,20 @@ pub struct Buffer {
     pub shm_name: String,
 }
 
+/// What Mooncake's own fields do not say about device memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DeviceShare {
+    /// The host and boot that handles and sockets mean: the kernel's random id.
+    pub boot_id: String,
+    /// Identity of the device, 32 hexadecimal digits.
+    pub device_uuid: String,
+    /// Where the memory's file descriptor is handed out, to processes of the same user: a Unix
+    /// socket in the abstract namespace. See [`fd_grant`](crate::fd_grant).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fd_socket: Option<String>,
+}
+
 impl Buffer {
     /// Memory of `length` bytes at `addr`.
     pub fn new(addr: RemoteAddr, length: u64, name: impl Into<String>) -> Self {
@@ -177,6 +194,7 @@ impl Default for SegmentDescriptor {
     fn default() -> Self {
         Self {
             buffers: Vec::new(),
+            featurestore_device: None,
             featurestore_epoch: None,
             metadata_version: None,
             name: String::new(),

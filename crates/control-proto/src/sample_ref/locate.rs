@@ -218,7 +218,7 @@ fn locate_arena(object: &RawObject<'_>) -> Result<(Location, Places)> {
     if object.get("holder").is_some() {
         location.holder = Some(LOCATE.parse(object, "holder")?);
     }
-    let number = |raw, field| serde_json::from_str(raw).map_err(|_| LOCATE.field(field));
+    let number = |raw, field| serde_json::from_str(raw).map_err(|e| LOCATE.wrong_type(field, &e));
     let mut places = Places::new();
     for (name, raw) in located(object, "addresses")?.iter() {
         places.entry(name.to_owned()).or_default().address = Some(number(raw, "addresses")?);
@@ -254,7 +254,7 @@ fn locate_token(object: &RawObject<'_>) -> Result<(Location, Places)> {
 
 /// An object with one entry per tensor.
 fn located<'a>(object: &RawObject<'a>, field: &'static str) -> Result<RawObject<'a>> {
-    let raw = object.get(field).ok_or_else(|| LOCATE.field(field))?;
+    let raw = object.get(field).ok_or_else(|| LOCATE.missing(field))?;
     RawObject::parse(raw).map_err(|fault| LOCATE.object(fault))
 }
 

@@ -119,8 +119,14 @@ impl SampleRef {
         let text = std::str::from_utf8(line)
             .map_err(|e| READ.error("the line is not UTF-8").with("at", e.valid_up_to()))?;
         let object = known_fields(text, &FIELDS)?;
+        let sample_id: SampleId = READ.parse(&object, "sample_id")?;
+        Self::parse_fields(&object, sample_id.clone())
+            .map_err(|error| error.with("sample", sample_id))
+    }
+
+    fn parse_fields(object: &RawObject<'_>, sample_id: SampleId) -> Result<Self> {
         let text_or = |name: &'static str, default: &str| match object.get(name) {
-            Some(_) => READ.text(&object, name),
+            Some(_) => READ.text(object, name),
             None => Ok(default.to_owned()),
         };
         let number = |name, default| {
@@ -130,32 +136,33 @@ impl SampleRef {
             return Err(READ.field("source_task_id")); // may be null, but has no default
         }
         let mut feature_keys = IndexMap::new();
-        for (name, raw) in features(&object, "feature_keys")?.iter() {
-            let Text(key) = serde_json::from_str(raw).map_err(|_| READ.field("feature_keys"))?;
+        for (name, raw) in features(object, "feature_keys")?.iter() {
+            let Text(key) =
+                serde_json::from_str(raw).map_err(|e| READ.wrong_type("feature_keys", &e))?;
             feature_keys.insert(FeatureName::new(name)?, key.into_owned());
         }
         let mut feature_specs = IndexMap::new();
-        for (name, raw) in features(&object, "feature_specs")?.iter() {
+        for (name, raw) in features(object, "feature_specs")?.iter() {
             let name = FeatureName::new(name)?;
             let spec = parse_spec(&name, raw)
                 .map_err(|error| error.with("feature", format_args!("{:?}", name.as_str())))?;
             feature_specs.insert(name, spec);
         }
         Ok(Self {
-            sample_id: READ.parse(&object, "sample_id")?,
-            run_id: READ.text(&object, "run_id")?,
-            source_task_id: optional_text(&object, "source_task_id")?,
-            feature_store_uri: READ.text(&object, "feature_store_uri")?,
+            sample_id,
+            run_id: READ.text(object, "run_id")?,
+            source_task_id: optional_text(object, "source_task_id")?,
+            feature_store_uri: READ.text(object, "feature_store_uri")?,
             feature_keys,
             feature_specs,
-            strategy: READ.text(&object, "strategy")?,
+            strategy: READ.text(object, "strategy")?,
             schema_version: number("schema_version", 1)?,
             target_model_version: text_or("target_model_version", "unknown")?,
-            draft_weight_version: optional_text(&object, "draft_weight_version")?,
+            draft_weight_version: optional_text(object, "draft_weight_version")?,
             tokenizer_version: text_or("tokenizer_version", "unknown")?,
             num_tokens: number("num_tokens", 0)?,
             estimated_bytes: number("estimated_bytes", 0)?,
-            metadata: optional_map(&object, "metadata")?,
+            metadata: optional_map(object, "metadata")?,
         })
     }
 
@@ -217,7 +224,7 @@ impl fmt::Debug for SampleRef {
 }
 
 fn features<'a>(object: &RawObject<'a>, field: &'static str) -> Result<RawObject<'a>> {
-    let raw = object.get(field).ok_or_else(|| READ.field(field))?;
+    let raw = object.get(field).ok_or_else(|| READ.missing(field))?;
     let features = RawObject::parse(raw).map_err(|fault| READ.object(fault))?;
     if features.len() > MAX_FEATURES {
         return Err(READ.error("too many tensors").with("found", features.len()));

@@ -67,7 +67,7 @@ macro_rules! names {
                         ErrorKind::ConfigInvalid, "configure", concat!("unknown ", $what),
                     )
                     .with("found", format_args!("{text:?}"))
-                    .remedy(crate::config::nearest(other, &[$($text),+]))),
+                    .remedy(crate::config::suggestion(other, [$($text),+].into_iter()))),
                 }
             }
         }

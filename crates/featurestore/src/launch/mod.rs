@@ -190,7 +190,7 @@ fn explain_unknown(message: &str) -> Error {
     match (message.contains("unknown field"), quoted.next()) {
         (true, Some(found)) => {
             let known: Vec<&str> = quoted.collect();
-            error.remedy(crate::config::nearest(found, &known))
+            error.remedy(crate::config::suggestion(found, known.into_iter()))
         }
         _ => error,
     }

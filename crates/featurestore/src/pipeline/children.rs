@@ -15,6 +15,10 @@ use super::{
     messages::{Event, Start},
     report::ServerReport,
 };
+use crate::{
+    choose::Choice,
+    config::{MooncakeConfig, TransportChoice},
+};
 
 /// How long a process may take to get ready.
 const START: Duration = Duration::from_secs(30);
@@ -24,7 +28,7 @@ const STOP: Duration = Duration::from_secs(15);
 /// Address of a server's listeners.
 const ANY_PORT: &str = "127.0.0.1:0";
 
-fn command(options: &Options, subcommand: &str) -> Result<Command> {
+fn command(options: &Options, mooncake: &MooncakeConfig, subcommand: &str) -> Result<Command> {
     let binary = std::env::current_exe().map_err(|e| Error::io("start process", e))?;
     let mut command = Command::new(binary);
     command
@@ -39,6 +43,11 @@ fn command(options: &Options, subcommand: &str) -> Result<Command> {
     if let Some(config) = &options.config {
         command.arg("--config").arg(config);
     }
+    if options.transport == TransportChoice::Store {
+        command.envs(mooncake.variables());
+        #[cfg(feature = "store")]
+        command.envs(crate::mooncake::environment(mooncake));
+    }
     Ok(command)
 }
 
@@ -51,8 +60,9 @@ fn lost(what: &str, why: impl std::fmt::Display) -> Error {
 pub(super) struct Server {
     pub(super) name: String,
     pub(super) http: String,
-    pub(super) control: String,
+    pub(super) control: Option<String>,
     pub(super) arena_bytes: u64,
+    registrations: u64,
     child: Child,
     lines: Option<Lines<BufReader<ChildStdout>>>, // until it is ready
     _stdin: ChildStdin, // its end tells the server that this process is gone
@@ -61,13 +71,20 @@ pub(super) struct Server {
 
 impl Server {
     /// Starts the process; [`Self::ready`] waits for it.
-    pub(super) fn start(options: &Options, index: usize) -> Result<Self> {
+    pub(super) fn start(
+        options: &Options,
+        mooncake: &MooncakeConfig,
+        index: usize,
+        pool: u64,
+    ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let taps: Vec<String> = options.model.taps.iter().map(ToString::to_string).collect();
-        let mut command = command(options, "capture-server")?;
+        let mut command = command(options, mooncake, "capture-server")?;
         command.arg("--exit-with-parent");
         for (flag, value) in [
+            ("--transport", options.transport.to_string()),
             ("--arena", options.arena.to_string()),
+            ("--pool", pool.to_string()), // counts for the store only
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
             ("--max-in-flight", (options.concurrency * options.style.lease).to_string()),
             ("--hidden", options.model.hidden.to_string()),
@@ -94,8 +111,9 @@ impl Server {
         Ok(Self {
             name,
             http: String::new(),
-            control: String::new(),
+            control: None,
             arena_bytes: 0,
+            registrations: 0,
             child,
             lines: Some(lines),
             _stdin: stdin,
@@ -120,9 +138,10 @@ impl Server {
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         let ready: Value = serde_json::from_str(&line)
             .map_err(|e| lost(&self.name, "printed no ready line").source(e))?;
-        let text = |field: &str| ready[field].as_str().unwrap_or_default().to_owned();
-        (self.http, self.control) = (text("http"), text("control"));
+        self.http = ready["http"].as_str().unwrap_or_default().to_owned();
+        self.control = ready["control"].as_str().map(str::to_owned);
         self.arena_bytes = ready["arena_bytes"].as_u64().unwrap_or(0);
+        self.registrations = ready["registrations"].as_u64().unwrap_or(0);
         Ok(())
     }
 
@@ -131,7 +150,9 @@ impl Server {
         let url = format!("http://{}/health", self.http);
         let fail = |e: reqwest::Error| lost(&self.name, "did not answer GET /health").source(e);
         let answer = self.client.get(url).timeout(STOP).send().await.map_err(fail)?;
-        answer.json().await.map_err(fail)
+        let mut report: ServerReport = answer.json().await.map_err(fail)?;
+        report.registrations_while_running = report.registrations - self.registrations;
+        Ok(report)
     }
 
     /// Completes when the process ends, which it should not.
@@ -158,17 +179,22 @@ impl Server {
 pub(super) struct Trainer {
     pub(super) name: String,
     pub(super) client: ClientId,
-    pub(super) transport: String,
-    pub(super) reasons: Vec<String>,
+    pub(super) choice: Choice,
+    pub(super) views: bool,
     pub(super) child: Child,
     pub(super) stdin: ChildStdin,
     pub(super) events: Events,
 }
 
 impl Trainer {
-    pub(super) async fn start(options: &Options, start: &Start) -> Result<Self> {
-        let mut child =
-            command(options, "trainer")?.spawn().map_err(|e| Error::io("start trainer", e))?;
+    pub(super) async fn start(
+        options: &Options,
+        mooncake: &MooncakeConfig,
+        start: &Start,
+    ) -> Result<Self> {
+        let mut child = command(options, mooncake, "trainer")?
+            .spawn()
+            .map_err(|e| Error::io("start trainer", e))?;
         let name = format!("the trainer (pid {})", child.id().unwrap_or(0));
         let mut stdin = child.stdin.take().expect("piped");
         let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());
@@ -177,9 +203,9 @@ impl Trainer {
         stdin.write_all(&line).await.map_err(|e| lost(&name, "is gone").source(e))?;
         let ready = timeout(START, events.next()).await;
         match ready.map_err(|_| lost(&name, format_args!("was not ready within {START:?}")))?? {
-            Some(Event::Ready { client, transport, reasons }) => {
+            Some(Event::Ready { client, choice, views }) => {
                 let client = client.parse()?;
-                Ok(Self { name, client, transport, reasons, child, stdin, events })
+                Ok(Self { name, client, choice, views, child, stdin, events })
             }
             Some(Event::Failed { error }) => Err(lost(&name, format_args!("failed: {error}"))),
             Some(other) => Err(lost(&name, format_args!("began with {other:?}"))),

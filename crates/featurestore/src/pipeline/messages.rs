@@ -5,10 +5,12 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use transport_core::ReleaseReport;
 
+use crate::choose::Choice;
+
 /// First line to the trainer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Start {
-    /// `auto`, `shm` or `tcp`.
+    /// `auto`, `shm`, `tcp` or `store`.
     pub(super) transport: String,
     /// Whether an unavailable transport is an error.
     pub(super) strict: bool,
@@ -45,10 +47,10 @@ pub(super) enum Event {
     Ready {
         /// Client id, to hold samples for.
         client: String,
-        /// Chosen transport.
-        transport: String,
-        /// What was considered, and why this one.
-        reasons: Vec<String>,
+        /// What was considered, and why this transport.
+        choice: Choice,
+        /// Whether samples are seen where the server keeps them; copied otherwise.
+        views: bool,
     },
     /// A sample is read and compared.
     Verified {
@@ -90,6 +92,8 @@ pub(super) struct Totals {
     pub(super) released: Released,
     /// Tensor payload that passed through the trainer's host memory.
     pub(super) host_payload_bytes: u64,
+    /// Memory registrations that reading samples has cost.
+    pub(super) registrations: u64,
     /// Largest resident set.
     pub(super) peak_rss_bytes: u64,
 }
@@ -101,11 +105,12 @@ pub(super) struct Released {
     pub(super) already_gone: u64,
     pub(super) stale: u64,
     pub(super) unconfirmed: u64,
+    pub(super) deferred: u64,
 }
 
 impl From<ReleaseReport> for Released {
     fn from(report: ReleaseReport) -> Self {
-        let ReleaseReport { released, already_gone, stale, unconfirmed, .. } = report;
-        Self { released, already_gone, stale, unconfirmed }
+        let ReleaseReport { released, already_gone, stale, unconfirmed, deferred, .. } = report;
+        Self { released, already_gone, stale, unconfirmed, deferred }
     }
 }

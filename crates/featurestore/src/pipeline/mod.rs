@@ -5,6 +5,8 @@
 //! everything that it started, also when something fails.
 
 mod children;
+#[cfg_attr(not(feature = "store"), path = "master/absent.rs")]
+mod master;
 mod messages;
 mod plan;
 mod preset;
@@ -18,13 +20,14 @@ use std::path::PathBuf;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
 pub use preset::{Preset, Style};
-pub use report::{PeakRss, Report, ServerReport};
+pub use report::{MooncakeReport, PeakRss, Report, ServerReport};
 
 use crate::{
-    config::TransportChoice,
+    config::{MooncakeConfig, Settings, TransportChoice},
     workload::{self, Model},
 };
 use children::{Server, Trainer};
+use master::Store;
 use messages::Start;
 use plan::Plan;
 use producer::Producer;
@@ -46,6 +49,8 @@ pub struct Options {
     pub transport: TransportChoice,
     /// Whether an unavailable transport is an error.
     pub strict: bool,
+    /// Where Mooncake and its store are, for [`TransportChoice::Store`].
+    pub mooncake: MooncakeConfig,
     /// Samples that are acknowledged together.
     pub quantum: usize,
     /// Capture requests in flight.
@@ -85,6 +90,7 @@ impl Default for Options {
             config: None,
             transport: TransportChoice::Auto,
             strict: false,
+            mooncake: MooncakeConfig::from_settings(&Settings::new()).expect("valid defaults"),
             quantum: 16,
             concurrency: 64,
             model: Model::paper(),
@@ -135,12 +141,20 @@ fn interrupted() -> Result<impl Future<Output = &'static str>> {
 async fn job(options: &Options) -> Result<Report> {
     let plan = Plan::new(options)?;
     plan.check(options)?;
+    let store = Store::of(options).await?;
+    match job_over(options, plan, &store).await {
+        Ok(report) => store.stop().await.map(|()| report),
+        Err(error) => Err(store.explain(error)),
+    }
+}
+
+async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report> {
     // One sample is read while another waits and a third is compared; one more against fragments.
     let pool = options.pool.map_or((4 * plan.largest()).max(1 << 20), ByteSize::get);
 
     let mut servers = Vec::new();
     for index in 0..options.servers {
-        servers.push(Server::start(options, index)?);
+        servers.push(Server::start(options, &store.config, index, pool)?);
     }
     for server in &mut servers {
         server.ready().await?; // they get ready side by side
@@ -148,13 +162,13 @@ async fn job(options: &Options) -> Result<Report> {
     let start = Start {
         transport: options.transport.to_string(),
         strict: options.strict,
-        peers: servers.iter().map(|s| s.control.clone()).collect(),
+        peers: servers.iter().filter_map(|s| s.control.clone()).collect(),
         pool_bytes: pool,
         quantum: options.quantum,
         verify: options.verify,
         serial: options.style.serial,
     };
-    let trainer = Trainer::start(options, &start).await?;
+    let trainer = Trainer::start(options, &store.config, &start).await?;
     let progress = Progress::new(options, plan.len(), &trainer);
     let outcome = Producer::new(options, &mut servers, trainer, plan, &progress).run().await;
     progress.finish();
@@ -163,8 +177,9 @@ async fn job(options: &Options) -> Result<Report> {
     for server in &servers {
         reports.push(server.health().await?);
     }
+    let mooncake = store.report().await?; // while the servers' memory is in the store
     for server in servers {
         server.stop().await?;
     }
-    Ok(Report::new(options, run, reports))
+    Ok(Report::new(options, run, reports, mooncake))
 }

@@ -99,7 +99,7 @@ impl FromStr for Preset {
             "tuned" => Ok(Self::Tuned),
             other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown preset")
                 .with("found", format_args!("{text:?}"))
-                .remedy(crate::config::nearest(other, &["controlled", "tuned"]))),
+                .remedy(crate::config::suggestion(other, ["controlled", "tuned"].into_iter()))),
         }
     }
 }

@@ -33,7 +33,7 @@ use super::{
     preset,
     progress::Progress,
 };
-use crate::{producer::Routing, workload::Prompt};
+use crate::{choose::Choice, producer::Routing, workload::Prompt};
 
 /// Samples sent ahead of the trainer, so that results never pile up in this process.
 const AHEAD: usize = 4096;
@@ -50,8 +50,8 @@ const STALL: Duration = Duration::from_secs(120);
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) totals: Totals,
-    pub(super) transport: String,
-    pub(super) reasons: Vec<String>,
+    pub(super) choice: Choice,
+    pub(super) views: bool,
     pub(super) samples: usize,
     pub(super) tokens: u64,
     pub(super) capture_elapsed: Duration,
@@ -73,8 +73,8 @@ struct Flow<'a> {
     request: Arc<RequestOptions>,
     plan: Plan,
     progress: &'a Progress,
-    transport: String,
-    reasons: Vec<String>,
+    choice: Choice,
+    views: bool,
     concurrency: usize,
     quantum: usize,
     addresses: Vec<String>,
@@ -170,7 +170,7 @@ impl<'a> Producer<'a> {
         plan: Plan,
         progress: &'a Progress,
     ) -> Self {
-        let Trainer { name, client, transport, reasons, child, stdin, events } = trainer;
+        let Trainer { name, client, choice, views, child, stdin, events } = trainer;
         let request = RequestOptions {
             client: reqwest::Client::new(),
             holder: client,
@@ -181,8 +181,8 @@ impl<'a> Producer<'a> {
         let flow = Flow {
             request: Arc::new(request),
             progress,
-            transport,
-            reasons,
+            choice,
+            views,
             concurrency: options.concurrency,
             quantum: options.quantum,
             style: options.style,
@@ -273,8 +273,8 @@ impl<'a> Producer<'a> {
         let tokens = flow.plan.tokens();
         Ok(Run {
             totals,
-            transport: flow.transport,
-            reasons: flow.reasons,
+            choice: flow.choice,
+            views: flow.views,
             samples: flow.plan.len(),
             tokens,
             capture_elapsed,

@@ -34,9 +34,7 @@ impl Progress {
         let kind = if !options.progress {
             Kind::Quiet
         } else {
-            for reason in &trainer.reasons {
-                eprintln!("{reason}");
-            }
+            eprintln!("{}", trainer.choice);
             if std::io::stderr().is_terminal() { bars(total) } else { Kind::Lines }
         };
         Self {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use transport_core::ByteSize;
 
 use super::{Options, Preset, preset::PUBLISHED_ON, producer::Run};
+use crate::choose::Candidate;
 
 /// Result of a run; `--json` prints it.
 #[derive(Clone, Debug, Serialize)]
@@ -26,7 +27,9 @@ pub struct Report {
     /// Transport that moved them.
     pub transport: String,
     /// What was considered, and why this transport.
-    pub transport_reasons: Vec<String>,
+    pub transport_reasons: Vec<Candidate>,
+    /// Whether the trainer saw the samples where the server keeps them, without a copy.
+    pub views: bool,
     /// Tensor payload that passed through the trainer's host memory.
     pub host_payload_bytes: u64,
     /// From the first request to the last capture.
@@ -45,6 +48,12 @@ pub struct Report {
     pub pipeline_samples_per_s: f64,
     /// Samples whose release the servers confirmed.
     pub released_samples: u64,
+    /// Memory registrations of the trainer after it was ready, and of the servers after they
+    /// were: none, because registered memory is pooled.
+    pub registrations_while_running: u64,
+    /// What the store's master counted after the last release; none without a store, or where its
+    /// metrics are is not known.
+    pub mooncake: Option<MooncakeReport>,
     /// Capture requests that were sent again.
     pub retries: u64,
     /// What each server measured at the end.
@@ -78,8 +87,33 @@ pub struct ServerReport {
     pub stale_frees: u64,
     pub lease_expired_samples: u64,
     pub host_payload_bytes: u64,
+    pub registrations: u64,
+    #[serde(skip_deserializing)]
+    pub registrations_while_running: u64,
     pub protocol_errors: u64,
     pub peak_rss_bytes: u64,
+}
+
+/// A store's master, as its own metrics have it.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct MooncakeReport {
+    /// Its address.
+    pub master: String,
+    /// Whether this run started and ended it.
+    pub managed: bool,
+    /// Objects in the store (`master_key_count`).
+    pub objects: u64,
+    /// Bytes that they take (`master_allocated_bytes`).
+    pub allocated_bytes: u64,
+    /// Object memory of all members (`master_total_capacity_bytes`).
+    pub capacity_bytes: u64,
+    /// Members that it hears of (`master_active_clients`).
+    pub clients: u64,
+    /// Objects ever written, counted where their writing ended.
+    pub written_objects: u64,
+    /// Objects that it took away by itself.
+    pub evicted_objects: u64,
 }
 
 /// Largest resident set of any server, and of the trainer.
@@ -92,7 +126,12 @@ pub struct PeakRss {
 }
 
 impl Report {
-    pub(super) fn new(options: &Options, run: Run, servers: Vec<ServerReport>) -> Self {
+    pub(super) fn new(
+        options: &Options,
+        run: Run,
+        servers: Vec<ServerReport>,
+        mooncake: Option<MooncakeReport>,
+    ) -> Self {
         let totals = run.totals;
         let rate = |seconds: f64| {
             if seconds > 0.0 { totals.samples as f64 / seconds } else { 0.0 }
@@ -107,8 +146,9 @@ impl Report {
             verified_bytes: totals.verified_bytes,
             mismatches: totals.mismatches,
             differing: totals.differing,
-            transport: run.transport,
-            transport_reasons: run.reasons,
+            transport: run.choice.chosen,
+            transport_reasons: run.choice.candidates,
+            views: run.views,
             host_payload_bytes: totals.host_payload_bytes,
             capture_elapsed_s: capture,
             materialize_active_s: totals.materialize_active_s,
@@ -118,6 +158,9 @@ impl Report {
             materialize_samples_per_s: rate(totals.materialize_active_s),
             pipeline_samples_per_s: rate(pipeline),
             released_samples: totals.released.released,
+            registrations_while_running: totals.registrations
+                + servers.iter().map(|s| s.registrations_while_running).sum::<u64>(),
+            mooncake,
             retries: run.retries,
             servers,
             peak_rss_bytes: PeakRss { server, trainer: totals.peak_rss_bytes },
@@ -172,6 +215,20 @@ impl Report {
                 format!("server {i} has {} bytes reserved", s.reserved_bytes),
             );
         }
+        check(
+            self.registrations_while_running == 0,
+            format!("memory was registered {} times for samples", self.registrations_while_running),
+        );
+        // A master of somebody else's may have objects of others.
+        if let Some(master) = self.mooncake.as_ref().filter(|master| master.managed) {
+            check(
+                master.objects == 0 && master.allocated_bytes == 0,
+                format!(
+                    "{} objects of {} bytes are left in the store",
+                    master.objects, master.allocated_bytes
+                ),
+            );
+        }
         wrong
     }
 }
@@ -203,28 +260,43 @@ impl fmt::Display for Report {
             ("materialize", self.materialize_active_s, self.materialize_samples_per_s),
             ("pipeline", self.pipeline_elapsed_s, self.pipeline_samples_per_s),
         ] {
-            writeln!(
-                f,
-                "{name:<14} {seconds:.3} s, {rate:.1} samples/s, {:.2} GB/s",
-                gb_per_s(seconds)
-            )?;
+            write!(f, "{name:<14} {seconds:.3} s, {rate:.1} samples/s, ")?;
+            if self.views && name == "materialize" {
+                writeln!(f, "as views: no bytes are moved")?;
+            } else {
+                writeln!(f, "{:.2} GB/s", gb_per_s(seconds))?;
+            }
         }
         writeln!(f, "cleanup        {:.3} ms for all samples", self.cleanup_elapsed_s * 1e3)?;
         writeln!(f, "host payload   {} in the trainer", size(self.host_payload_bytes))?;
         for (i, s) in self.servers.iter().enumerate() {
+            let released = s.released_samples;
+            write!(f, "server {i}       published {}, released {released}, ", s.published_samples)?;
+            if s.arena_bytes > 0 {
+                write!(
+                    f,
+                    "free {} of {} (largest {}), ",
+                    size(s.arena_free_bytes),
+                    size(s.arena_bytes),
+                    size(s.arena_largest_free)
+                )?;
+            }
+            let (frees, peak) = (s.duplicate_frees, size(s.peak_rss_bytes));
+            writeln!(f, "duplicate frees {frees}, peak memory {peak}")?;
+        }
+        if let Some(m) = &self.mooncake {
             writeln!(
                 f,
-                "server {i}       published {}, released {}, free {} of {} (largest {}), \
-                 duplicate frees {}, peak memory {}",
-                s.published_samples,
-                s.released_samples,
-                size(s.arena_free_bytes),
-                size(s.arena_bytes),
-                size(s.arena_largest_free),
-                s.duplicate_frees,
-                size(s.peak_rss_bytes)
+                "store          {}: {} objects written, {} left ({} of {}), {} evicted",
+                m.master,
+                m.written_objects,
+                m.objects,
+                size(m.allocated_bytes),
+                size(m.capacity_bytes),
+                m.evicted_objects
             )?;
         }
+        writeln!(f, "registrations  {} while running", self.registrations_while_running)?;
         write!(f, "trainer        peak memory {}", size(self.peak_rss_bytes.trainer))?;
         let Some(preset) = self.preset else { return Ok(()) };
         write!(f, "\n\n{preset:<14} {:>14} {:>14}", "this run", "published")?;

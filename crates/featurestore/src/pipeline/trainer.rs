@@ -49,10 +49,11 @@ async fn train(config: Config) -> Result<Totals> {
         config = config.pool(pool);
     }
     let store = Arc::new(FeatureStore::open(&config, &peers).await?);
+    let warm = store.health().await?.registrations;
     say(&Event::Ready {
         client: store.client_id().to_string(),
-        transport: store.info().scheme.clone(),
-        reasons: store.choice().lines().collect(),
+        choice: store.choice().clone(),
+        views: store.info().capabilities.views,
     })?;
 
     let (to_verify, verifying) = mpsc::channel(1);
@@ -96,7 +97,9 @@ async fn train(config: Config) -> Result<Totals> {
         return Err(error);
     }
     totals.materialize_active_s = active.as_secs_f64();
-    totals.host_payload_bytes = store.health().await?.host_payload_bytes;
+    let health = store.health().await?;
+    totals.host_payload_bytes = health.host_payload_bytes;
+    totals.registrations = health.registrations - warm;
     store.close().await?;
     totals.peak_rss_bytes = peak_rss_bytes();
     Ok(totals)

@@ -19,11 +19,10 @@ use control_proto::capture::{
     Prompt, Row, write_response,
 };
 use indexmap::IndexMap;
-use tokio::{sync::SemaphorePermit, time::timeout};
+use tokio::{sync::OwnedSemaphorePermit, time::timeout};
 use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
-use transport_mooncake_direct::SinkReservation;
 
-use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump};
+use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump, publisher::Reserved};
 
 /// Longest time for which a body may arrive.
 const BODY: Duration = Duration::from_secs(60);
@@ -37,7 +36,7 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
         Ok(asked) => asked,
         Err(error) => return refusal(&error),
     };
-    let (body, _room) = match read(&state, body).await {
+    let (body, room) = match read(&state, body).await {
         Ok(read) => read,
         Err(refused) => return *refused,
     };
@@ -56,8 +55,9 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
             .remedy("send fewer prompts in a request, or raise --max-in-flight");
         return refusal(&error);
     }
-    let Some(_places) =
-        u32::try_from(samples).ok().and_then(|n| state.places.try_acquire_many(n).ok())
+    let places = state.places.clone();
+    let Some(places) =
+        u32::try_from(samples).ok().and_then(|n| places.try_acquire_many_owned(n).ok())
     else {
         bump(&state.counts.put_off, samples as u64);
         let error = Error::new(ErrorKind::Busy, "capture", "too many samples in flight")
@@ -67,9 +67,9 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
         return refusal(&error);
     };
     let (form, batched) = (request.form, request.batched);
-    let prompts: Arc<[Prompt]> = request.prompts.into();
+    let work = Arc::new(Asking { prompts: request.prompts, _places: places, _room: room });
     let due = state.pace.as_ref().map(|pace| pace.due(samples));
-    let rows = capture(&state, &prompts, asked).await;
+    let rows = capture(&state, &work, asked).await;
     if let Some(due) = due {
         tokio::time::sleep_until(due).await;
     }
@@ -80,12 +80,20 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
     }
 }
 
+/// What a request was let in with: kept until nobody works on it any more, also if its client has
+/// left by then.
+struct Asking {
+    prompts: Vec<Prompt>,
+    _places: OwnedSemaphorePermit,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
 /// Reads a body. Room beside the others in flight is taken as bytes arrive, not as they are
 /// announced, and is given back with the request.
 async fn read(
     state: &Shared,
     mut body: Body,
-) -> Result<(Vec<u8>, Option<SemaphorePermit<'_>>), Box<Response>> {
+) -> Result<(Vec<u8>, Option<OwnedSemaphorePermit>), Box<Response>> {
     let refuse = |status, error: Error| Box::new(refusal_as(status, &error));
     let error = |kind, why: &'static str| Error::new(kind, "read body", why);
     let most = state.limits.body_bytes;
@@ -100,7 +108,7 @@ async fn read(
     if announced > most as u64 {
         return Err(too_long(announced));
     }
-    let (mut bytes, mut room, mut counted) = (Vec::new(), None::<SemaphorePermit<'_>>, 0);
+    let (mut bytes, mut room, mut counted) = (Vec::new(), None::<OwnedSemaphorePermit>, 0);
     let end = Instant::now() + BODY;
     loop {
         let left = end.saturating_duration_since(Instant::now()).min(STALL);
@@ -124,7 +132,7 @@ async fn read(
         bytes.extend_from_slice(&data);
         let needed = (bytes.len().saturating_sub(BODY_FREE) * BODY_COST).div_ceil(BODY_UNIT);
         if needed > counted {
-            let more = state.bodies.acquire_many((needed - counted) as u32);
+            let more = state.bodies.clone().acquire_many_owned((needed - counted) as u32);
             let Ok(Ok(more)) = timeout(state.deadline, more).await else {
                 let error = error(ErrorKind::Busy, "too many bytes of requests in flight")
                     .with("limit", MAX_BODIES)
@@ -168,7 +176,8 @@ impl Asked {
 
 /// One row for each prompt, in order. Rows that cannot be planned fail alone; the others are
 /// reserved together, those that replace apart from those that do not.
-async fn capture(state: &Arc<Shared>, prompts: &Arc<[Prompt]>, asked: Asked) -> Vec<Row> {
+async fn capture(state: &Arc<Shared>, work: &Arc<Asking>, asked: Asked) -> Vec<Row> {
+    let prompts = &work.prompts;
     let mut rows: Vec<Option<Row>> = prompts.iter().map(|_| None).collect();
     let mut groups: [Vec<(usize, SamplePlan)>; 2] = [Vec::new(), Vec::new()];
     for (i, prompt) in prompts.iter().enumerate() {
@@ -195,7 +204,7 @@ async fn capture(state: &Arc<Shared>, prompts: &Arc<[Prompt]>, asked: Asked) -> 
         let (places, plans): (Vec<usize>, Vec<SamplePlan>) = group.into_iter().unzip();
         let left = state.deadline.saturating_sub(start.elapsed());
         let options = ReserveOptions::default().replace(replace).deadline(left);
-        match publish(state, prompts, &places, plans, options, asked.checksums).await {
+        match publish(state, work, &places, plans, options, asked.checksums).await {
             Ok(published) => {
                 bump(&state.counts.captured, places.len() as u64);
                 for (place, row) in places.into_iter().zip(published) {
@@ -216,7 +225,7 @@ async fn capture(state: &Arc<Shared>, prompts: &Arc<[Prompt]>, asked: Asked) -> 
 
 async fn publish(
     state: &Arc<Shared>,
-    prompts: &Arc<[Prompt]>,
+    work: &Arc<Asking>,
     places: &[usize],
     plans: Vec<SamplePlan>,
     options: ReserveOptions,
@@ -224,11 +233,11 @@ async fn publish(
 ) -> Result<Vec<Row>> {
     let names: Vec<Vec<(FeatureName, TensorMeta)>> =
         plans.iter().map(|plan| plan.objects.clone()).collect();
-    let mut reservation = state.sink.reserve(plans, options).await?;
+    let mut reservation = state.publisher.reserve(plans, options).await?;
     let mut sums = Vec::with_capacity(places.len());
     for (sample, &place) in places.iter().enumerate() {
-        let work = Work { state: state.clone(), prompts: prompts.clone(), place };
-        let (back, filled) = work.fill(reservation, sample, names[sample].len(), hashed).await?;
+        let fill = Fill { state: state.clone(), work: work.clone(), place };
+        let (back, filled) = fill.run(reservation, sample, names[sample].len(), hashed).await?;
         reservation = back;
         let named = names[sample].iter().map(|(name, _)| name.clone());
         sums.push(hashed.then(|| named.zip(filled).collect::<IndexMap<_, _>>()));
@@ -242,33 +251,36 @@ async fn publish(
     Ok(described.into_iter().zip(sums).map(row).collect())
 }
 
-struct Work {
+struct Fill {
     state: Arc<Shared>,
-    prompts: Arc<[Prompt]>,
+    work: Arc<Asking>,
     place: usize,
 }
 
-impl Work {
+impl Fill {
     /// Fills one sample on a blocking thread, of which there are as many as `--fill-threads`.
-    async fn fill(
+    async fn run(
         self,
-        mut reservation: SinkReservation,
+        mut reservation: Reserved,
         sample: usize,
         objects: usize,
         hashed: bool,
-    ) -> Result<(SinkReservation, Vec<Checksum>)> {
+    ) -> Result<(Reserved, Vec<Checksum>)> {
         let filling = tokio::task::spawn_blocking(move || {
-            let prompt = &self.prompts[self.place];
             let mut sums = Vec::new();
-            for object in 0..objects {
+            let filled = (0..objects).try_for_each(|object| {
+                let prompt = &self.work.prompts[self.place];
                 let out = reservation.bytes_mut(sample, object);
                 sums.extend(self.state.source.fill(prompt, object, out, hashed)?);
-            }
-            Ok((reservation, sums))
+                Ok::<_, Error>(())
+            });
+            // In this order: ranges are given up before the place is, also if nobody waits.
+            filled.map(|()| (reservation, sums, self))
         });
-        filling.await.unwrap_or_else(|e| {
+        let (reservation, sums, _) = filling.await.unwrap_or_else(|e| {
             Err(Error::new(ErrorKind::Unexpected, "capture", "filling a sample failed").source(e))
-        })
+        })?;
+        Ok((reservation, sums))
     }
 }
 

@@ -1,6 +1,9 @@
 //! HTTP connections, bounded in number and in how long a request's head may take.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::Router;
 use hyper::server::conn::http1;
@@ -10,6 +13,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use tokio::{net::TcpListener, sync::Semaphore, task::JoinSet, time::sleep};
+use transport_core::Seldom;
 use transport_mooncake_direct::AllowList;
 
 /// Connections at a time; more wait to be accepted.
@@ -19,12 +23,13 @@ const HEAD: Duration = Duration::from_secs(20);
 /// Pause after a connection could not be accepted, as when file descriptors have run out.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Serves whom `allow` lets connect until `end`, then lets requests in flight finish for at most `grace`. What is left then
-/// is cut off.
+/// Serves whom `allow` lets connect until `end`, then lets requests in flight finish for at most
+/// `grace`. What is left then is cut off. Calls `unreadable` for what is no HTTP request.
 pub(super) async fn serve(
     listener: TcpListener,
     app: Router,
     allow: &AllowList,
+    unreadable: impl Fn() + Clone + Send + 'static,
     end: impl Future<Output = ()>,
     grace: Duration,
 ) {
@@ -32,6 +37,7 @@ pub(super) async fn serve(
     let graceful = GracefulShutdown::new();
     let mut connections = JoinSet::new(); // aborts what is left when it is dropped
     let mut end = std::pin::pin!(end);
+    let mut log = Seldom::default();
     loop {
         let accepted = async {
             let place = places.clone().acquire_owned().await.expect("never closed");
@@ -51,15 +57,21 @@ pub(super) async fn serve(
                     let service = TowerToHyperService::new(app.clone());
                     let connection = http.serve_connection(TokioIo::new(stream), service);
                     let connection = graceful.watch(connection);
+                    let unreadable = unreadable.clone();
                     connections.spawn(async move {
                         if let Err(error) = connection.await {
+                            if error.is_parse() {
+                                unreadable();
+                            }
                             tracing::debug!(%error, "a connection ended badly");
                         }
                         drop(place);
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a connection was not accepted");
+                    if log.is_due(Instant::now()) {
+                        tracing::warn!(%error, "a connection was not accepted");
+                    }
                     sleep(PAUSE).await;
                 }
             },

@@ -15,6 +15,7 @@ pub(super) fn render(report: &HealthReport, counts: &Counts) -> String {
         ("resident_bytes", "Bytes of resident samples.", h.resident_bytes),
         ("reserved_bytes", "Bytes reserved for samples being filled.", h.reserved_bytes),
         ("quarantined_bytes", "Bytes that a transfer may still write.", h.quarantined_bytes),
+        ("stalled_clients", "Silent holders that still map the arena.", h.stalled_clients),
         ("connected_peers", "Open connections of peers.", h.connected_peers),
         ("samples_in_flight", "Samples worked on or waiting.", report.samples_in_flight as u64),
         ("peak_rss_bytes", "Largest resident set so far.", report.peak_rss_bytes),
@@ -34,6 +35,7 @@ pub(super) fn render(report: &HealthReport, counts: &Counts) -> String {
         ("stale_frees", "Frees of an older life of an object.", h.stale_frees),
         ("lease_expired_samples", "Samples taken back from dead holders.", h.lease_expired_samples),
         ("host_payload_bytes", "Tensor payload through host memory.", h.host_payload_bytes),
+        ("memory_registrations", "Memory registrations with an engine.", h.registrations),
         ("protocol_errors", "Lines, frames and requests refused.", h.protocol_errors),
     ];
     let mut text = String::new();
@@ -54,9 +56,9 @@ mod tests {
     fn every_metric_has_help_type_and_value() {
         let report = HealthReport {
             health: transport_core::Health::default(),
-            epoch: 1,
+            epoch: Some(1),
             session: "127.0.0.1:1".into(),
-            control: "127.0.0.1:2".into(),
+            control: Some("127.0.0.1:2".into()),
             samples_in_flight: 3,
             peak_rss_bytes: 4,
         };

@@ -78,6 +78,50 @@ fn a_bad_value_is_found_before_anything_starts() {
 }
 
 #[test]
+fn a_misspelt_variable_is_refused_with_the_nearest_name() {
+    let (ok, _, error) = show("", &[("FEATURESTORE_LEESE", "5s")]);
+    assert!(!ok);
+    assert!(error.contains("FEATURESTORE_LEESE") && error.contains("did you mean"), "{error}");
+    assert!(error.contains("FEATURESTORE_LEASE?"), "{error}");
+    let mut command = featurestore(&["capture-server", "--arena", "1MiB"]);
+    command.env("FEATURESTORE_TOKN", "hush-hush");
+    let ended = Process::start(command).end(STEP);
+    assert!(!ended.status.success(), "it does not run without the token that was meant");
+    assert!(ended.stderr.contains("did you mean FEATURESTORE_TOKEN?"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("hush"), "{}", ended.stderr);
+}
+
+#[test]
+fn help_and_config_show_say_the_same() {
+    let (ok, shown, errors) = show("", &[]);
+    assert!(ok, "{errors}");
+    let help = run(&["capture-server", "--help"]).stdout;
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    for line in shown.lines() {
+        let mut parts = line.split_whitespace();
+        let (name, default) = (parts.next().expect("a name"), parts.next().expect("a value"));
+        if name == "strict" {
+            continue; // a trainer's
+        }
+        let meaning = line.rsplit("  ").next().expect("a column").trim();
+        let meaning = &meaning[1..]; // help begins sentences
+        let flag = format!("--{} ", name.replace('_', "-"));
+        if name == "token" {
+            assert!(help.contains("FEATURESTORE_TOKEN") && words(&help).contains(meaning));
+            continue;
+        }
+        let told = help.split(&flag).nth(1).unwrap_or_else(|| panic!("{flag} in {help}"));
+        let told = words(told.split(" --").next().expect("its text"));
+        assert!(told.contains(meaning), "{flag}: {meaning} in {told}");
+        assert_eq!(told.contains(&format!("[default: {default}]")), default != "-", "{told}");
+    }
+    let help = run(&["pipeline", "--help"]).stdout;
+    for part in ["[default: 2GiB]", "[default: auto]", "FEATURESTORE_TOKEN"] {
+        assert!(help.contains(part), "{part}: {help}");
+    }
+}
+
+#[test]
 fn names_of_transports_are_forgiving() {
     for name in ["SHM", " shm ", "Shm"] {
         let ended = run(&[
@@ -120,4 +164,19 @@ fn help_shows_every_command_with_examples() {
         assert!(run(command).status.success(), "{command:?}");
     }
     assert_eq!(run(&["pipelin"]).status.code(), Some(2));
+}
+
+#[test]
+fn every_flag_of_the_readme_exists() {
+    let mut known = String::from("--release --open --no-deps --quick\n");
+    for command in ["pipeline", "capture-server"] {
+        known += &run(&[command, "--help"]).stdout;
+    }
+    let readme = include_str!("../../../../README.md");
+    let flags = readme.split(|c: char| !(c == '-' || c.is_ascii_alphanumeric()));
+    let flags = flags
+        .filter(|word| word.starts_with("--") && word.len() > 3 && !word[2..].starts_with('-'));
+    for flag in flags {
+        assert!(known.split(['[', ' ', '\n']).any(|word| word == flag), "{flag}");
+    }
 }

@@ -4,6 +4,8 @@
 
 mod common;
 mod config;
+mod doctor;
 mod faults;
 mod pipeline;
+mod rollout;
 mod server;

@@ -72,6 +72,7 @@ fn samples_come_through_shared_memory_and_go() {
     assert_eq!(report["transport"], "shm");
     assert_eq!(report["verified_bytes"], report["bytes"]);
     assert_eq!(report["host_payload_bytes"], 0, "views copy nothing: {report}");
+    assert_eq!(report["views"], true);
 }
 
 #[test]
@@ -82,6 +83,7 @@ fn samples_come_through_tcp_and_go() {
     assert_eq!(report["transport"], "tcp");
     assert_eq!(report["verified_bytes"], report["bytes"]);
     assert_eq!(report["host_payload_bytes"], report["bytes"], "each byte once: {report}");
+    assert_eq!(report["views"], false);
 }
 
 #[test]
@@ -89,6 +91,14 @@ fn the_plugin_form_and_the_automatic_choice_work_too() {
     let report = report(&[&SMALL[..], &["--samples", "5", "--plugin", "--json"]].concat());
     check(&report, 5, 6 * 64 * 2 + 16);
     assert_eq!(report["transport"], "shm", "everything is on this host");
+    let reasons = report["transport_reasons"].as_array().expect("a list");
+    for (found, (scheme, suitable)) in reasons.iter().zip([("shm", true), ("tcp", false)]) {
+        assert_eq!(found["scheme"], scheme);
+        assert_eq!(found["available"], true, "{found}");
+        assert_eq!(found["configured"], true, "{found}");
+        assert_eq!(found["suitable"], suitable, "{found}");
+        assert!(found["reason"].as_str().is_some_and(|why| why.contains("every server")));
+    }
 }
 
 #[test]
@@ -168,6 +178,13 @@ fn arenas_are_reused_many_times_over() {
 }
 
 #[test]
+fn a_full_arena_makes_the_servers_wait_and_nothing_is_lost() {
+    let tight = ["--arena", "1MiB", "--max-length", "512", "--quantum", "2", "--samples", "40"];
+    let report = report(&[&["pipeline", "--hidden", "64", "--json"][..], &tight].concat());
+    check(&report, 40, 6 * 64 * 2 + 16);
+}
+
+#[test]
 fn settings_of_file_and_environment_reach_every_process() {
     let small = [
         "pipeline",
@@ -214,6 +231,14 @@ fn a_person_gets_a_table_and_no_escape_codes_in_a_pipe() {
         assert!(ended.stdout.contains(part), "{part} in {}", ended.stdout);
     }
     assert!(!ended.stdout.contains('\x1b') && !ended.stderr.contains('\x1b'));
+    let materialize = |text: &str| {
+        let line = text.lines().find(|line| line.starts_with("materialize"));
+        line.unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    let line = materialize(&ended.stdout);
+    assert!(line.contains("views") && !line.contains("GB/s"), "nothing is moved: {line}");
+    let ended = run(&[&SMALL[..], &["--samples", "3", "--transport", "tcp"]].concat());
+    assert!(materialize(&ended.stdout).contains("GB/s"), "{}", ended.stdout);
     assert!(
         ended.stderr.contains("available") && ended.stderr.contains("suitable"),
         "why this transport: {}",
@@ -233,6 +258,7 @@ fn runs_that_could_never_end_are_refused_up_front() {
         (&["--quantum", "0"], &["quantum"]),
         (&["--concurrency", "0"], &["concurrency"]),
         (&["--samples", "0"], &["samples"]),
+        (&["--paper"], &["cannot be used with"]),
         (&["--input", "/nowhere"], &["/nowhere"]),
     ] {
         let fixed = ["pipeline", "--hidden", "64", "--taps", "1,2,3,4,5"];
@@ -241,5 +267,18 @@ fn runs_that_could_never_end_are_refused_up_front() {
         for part in parts {
             assert!(ended.stderr.contains(part), "{arguments:?}: {}", ended.stderr);
         }
+    }
+}
+
+#[cfg(not(feature = "store"))]
+#[test]
+fn a_build_without_mooncake_says_how_to_get_one() {
+    for arguments in [
+        &["pipeline", "--transport", "store", "--mooncake", "managed", "--samples", "1"][..],
+        &["capture-server", "--transport", "store", "--mooncake", "127.0.0.1:1", "--arena", "1MiB"],
+    ] {
+        let ended = run(arguments);
+        assert_eq!(ended.status.code(), Some(1), "{arguments:?}: {ended:?}");
+        assert!(ended.stderr.contains("--features mooncake-python"), "{}", ended.stderr);
     }
 }

@@ -9,7 +9,7 @@ use std::{
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::common::{Server, eventually, featurestore, http, run};
+use crate::common::{STEP, Server, eventually, featurestore, http, run};
 
 const MODEL: [&str; 4] = ["--hidden", "16", "--taps", "1,3"];
 
@@ -238,6 +238,11 @@ fn unusable_requests_are_refused_with_a_reason() {
     assert_eq!(status, 405);
     let (status, ..) = http(&address, "GET", "/nowhere", &[], b"");
     assert_eq!(status, 404);
+    let (status, ..) = http(&address, "GEN ERATE", "/", &[], b"");
+    assert_eq!(status, 400);
+    eventually("all eleven are counted", || server.health()["protocol_errors"] == 11);
+    let (_, _, metrics) = http(&address, "GET", "/metrics", &[], b"");
+    assert!(metrics.contains("featurestore_protocol_errors_total 11\n"), "{metrics}");
     let health = server.health();
     assert_eq!((&health["published_samples"], &health["reserved_bytes"]), (&json!(0), &json!(0)));
 }
@@ -267,10 +272,16 @@ fn a_full_arena_fails_the_row_at_the_deadline_with_numbers_and_remedy() {
     let waited = start.elapsed();
     assert_eq!(status, 200, "{rows}");
     let error = result(&rows[0])["error"].as_str().unwrap_or_default().to_owned();
-    assert!(error.contains("larger arena"), "{error}");
+    for part in ["larger arena", "FEATURESTORE_ARENA", "--quantum"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    assert!(!error.contains("runtime."), "no setting of somebody else: {error}");
     assert!(waited >= Duration::from_millis(250), "it waited for frees: {waited:?}");
     let (_, never) = server.generate(&[], &request(&[("c", &[7; 2000])]));
-    assert!(result(&never[0])["error"].is_string(), "larger than the arena: {never}");
+    let never = result(&never[0])["error"].as_str().unwrap_or_default().to_owned();
+    for part in ["can never fit", "FEATURESTORE_ARENA", "shorter prompts"] {
+        assert!(never.contains(part), "{part}: {never}");
+    }
     let health = server.health();
     assert_eq!((&health["resident_samples"], &health["reserved_bytes"]), (&json!(1), &json!(0)));
 }
@@ -290,6 +301,48 @@ fn a_full_arena_goes_on_when_frees_come() {
     });
     let health = server.health();
     assert_eq!((&health["published_samples"], &health["released_samples"]), (&json!(2), &json!(1)));
+}
+
+#[test]
+fn a_client_that_leaves_in_mid_fill_keeps_its_place_until_the_fill_ends() {
+    let server = server(&["--arena", "1GiB", "--hidden", "65536", "--max-in-flight", "1"]);
+    let stream = send(&server, &request(&[("left", &[7; 1000])])); // hundreds of megabytes
+    eventually("it is being filled", || server.health()["reserved_bytes"] != 0);
+    drop(stream);
+    let (mut looks, start) = (0, Instant::now());
+    loop {
+        let health = server.health();
+        if health["reserved_bytes"] == 0 {
+            break;
+        }
+        assert_eq!(health["samples_in_flight"], 1, "its range is being written: {health}");
+        looks += 1;
+        assert!(start.elapsed() < Duration::from_secs(60), "{health}");
+    }
+    assert!(looks > 0, "the fill was over before anybody looked");
+    eventually("its place is free", || server.health()["samples_in_flight"] == 0);
+    let health = server.health();
+    assert_eq!(health["published_samples"], 0, "nobody waited for it: {health}");
+    assert_eq!(health["arena_free_bytes"], health["arena_bytes"]);
+}
+
+#[test]
+fn running_out_of_descriptors_is_said_seldom() {
+    use rustix::process::{Pid, Resource, Rlimit, prlimit};
+    let server = server(&[]);
+    let pid = Pid::from_raw(server.process.id() as i32);
+    let maximum = rustix::process::getrlimit(Resource::Nofile).maximum;
+    let none = Rlimit { current: Some(4), maximum }; // all of which are open
+    let before = prlimit(pid, Resource::Nofile, none).expect("the child is ours");
+    let waiting = std::net::TcpStream::connect(server.address("http")).expect("it listens");
+    std::thread::sleep(Duration::from_millis(1500));
+    prlimit(pid, Resource::Nofile, before).expect("the child is ours");
+    eventually("it takes connections again", || server.health()["published_samples"] == 0);
+    drop(waiting);
+    server.process.signal(Signal::TERM);
+    let ended = server.process.end(STEP);
+    let said = ended.stderr.matches("a connection was not accepted").count();
+    assert!((1..=3).contains(&said), "{said} times in 1.5 s: {}", ended.stderr);
 }
 
 #[test]
@@ -446,6 +499,18 @@ fn an_arena_has_to_be_given_and_has_to_fit() {
         (&["capture-server", "--arena", "900TiB"], &["arena"]),
         (&["capture-server", "--arena", "1MiB", "--arena-kind", "heep"], &["heap"]),
         (&["capture-server", "--arena", "1MiB", "--input", "/nowhere"], &["/nowhere"]),
+        (
+            &["capture-server", "--arena", "1MiB", "--control", "0.0.0.0:0", "--advertise", "me"],
+            &["FEATURESTORE_TOKEN"],
+        ),
+        (
+            &["capture-server", "--arena", "1MiB", "--data", "0.0.0.0:0"],
+            &["--advertise", "FEATURESTORE_ADVERTISE"],
+        ),
+        (
+            &["capture-server", "--arena", "1MiB", "--data", "[::]:0", "--control", "[::]:0"],
+            &["--advertise", "FEATURESTORE_TOKEN"],
+        ),
     ] {
         let ended = run(arguments);
         assert!(!ended.status.success(), "{arguments:?}: {ended:?}");
@@ -544,4 +609,18 @@ fn networks_that_may_not_connect_are_turned_away_from_http_too() {
     let mut answer = Vec::new();
     let _ = std::io::Read::read_to_end(&mut stream, &mut answer); // a reset is as good as an end
     assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+}
+
+#[test]
+fn the_request_of_the_readme_is_answered() {
+    let readme = include_str!("../../../../README.md");
+    let (head, rest) = readme.split_once("$ curl -H '").expect("an example with curl");
+    assert!(head.contains("-- capture-server --arena 1GiB --http 127.0.0.1:8080\n"));
+    let (header, rest) = rest.split_once("' http://127.0.0.1:8080/generate -d '").expect("a URL");
+    let (name, value) = header.split_once(": ").expect("a header");
+    let body: Value = serde_json::from_str(rest.split('\'').next().expect("a body")).expect("JSON");
+    let server = server(&[]);
+    let (status, rows) = server.generate(&[(name, value)], &body);
+    assert_eq!(status, 200, "{rows}");
+    assert_eq!(result(&rows)["arena"]["holder"], value, "{rows}");
 }

@@ -1,8 +1,9 @@
 //! `transfer_engine_c.h`. No released library exports it on x86-64; it comes from a source build.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     ffi::{c_char, c_int, c_void},
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
@@ -10,7 +11,10 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use transport_core::{Error, ErrorKind, Result, SessionName};
 
 use super::{Handle, LibraryOptions, c_text, closed, info, open, table};
-use crate::{EngineApi, EngineCode, EngineSetup, ProviderInfo, ReadPiece, TransferState};
+use crate::{
+    EngineApi, EngineCode, EngineSetup, ProviderInfo, ReadFailure, ReadPiece, Running, Submission,
+    TransferState,
+};
 
 const WHAT: &str = "Mooncake transfer engine library";
 const START: &str = "start transfer engine";
@@ -18,6 +22,8 @@ const OPCODE_READ: c_int = 0;
 const INVALID_BATCH: u64 = u64::MAX;
 /// Requests in one batch; the engine fixes the size when the batch is made.
 const MAX_BATCH: usize = 4096;
+/// How long the other pieces of a failed read are waited for.
+const DRAIN: Duration = Duration::from_millis(500);
 const CLOSE_PATIENCE: Duration = Duration::from_secs(40);
 
 type Engine = *mut c_void;
@@ -123,7 +129,7 @@ impl EngineLibrary {
         let engine = CEngine {
             table: self.table,
             info: self.info.clone(),
-            handle: RwLock::new(Some(Handle(raw))),
+            handle: Arc::new(RwLock::new(Some(Handle(raw)))),
             segments: Mutex::new(HashMap::new()),
         };
         if let Some(discover) = self.table.discover_topology {
@@ -152,7 +158,7 @@ impl EngineLibrary {
 pub struct CEngine {
     table: EngineTable,
     info: ProviderInfo,
-    handle: RwLock<Option<Handle>>, // calls read, close writes
+    handle: Arc<RwLock<Option<Handle>>>, // calls read, close writes
     segments: Mutex<HashMap<SessionName, i32>>, // opened peers
 }
 
@@ -188,88 +194,109 @@ impl CEngine {
         Ok(id)
     }
 
-    /// One batch, from submission to its end. The batch is only freed when it is over.
-    fn run_batch(
-        &self,
-        live: &Live<'_>,
-        requests: &mut [RawRequest],
-        deadline: Instant,
-    ) -> Result<()> {
+    fn left(&self, batches: Vec<Batch>) -> Left {
+        Left { table: self.table, handle: Arc::downgrade(&self.handle), batches }
+    }
+
+    /// Hands requests over as one batch.
+    fn submit(&self, live: &Live<'_>, requests: &mut [RawRequest]) -> Result<Batch, ReadFailure> {
         // SAFETY: a live handle.
-        let batch = unsafe { (self.table.allocate_batch)(live.raw(), requests.len()) };
-        if batch == INVALID_BATCH || batch == 0 {
-            return Err(Error::new(ErrorKind::CapacityExceeded, "read", "no batch to be had"));
+        let id = unsafe { (self.table.allocate_batch)(live.raw(), requests.len()) };
+        if id == INVALID_BATCH || id == 0 {
+            let error = Error::new(ErrorKind::CapacityExceeded, "read", "no batch to be had");
+            return Err(error.into());
         }
+        let batch = Batch { id, open: (0..requests.len()).collect() };
         // SAFETY: a live handle, a batch of this engine with room for as many requests; the caller
         // of `read` vouches for the destinations.
         let answer = unsafe {
-            (self.table.submit)(live.raw(), batch, requests.as_mut_ptr(), requests.len())
+            (self.table.submit)(live.raw(), batch.id, requests.as_mut_ptr(), requests.len())
         };
-        let mut result = EngineCode::check_status(answer).map_err(|code| code.error("read"));
-        let mut over = true;
-        if result.is_ok() {
-            for task in 0..requests.len() {
-                match self.wait_task(live, batch, task, deadline) {
-                    Ok(()) => {}
-                    Err(Ended { error, over: task_over }) => {
-                        over &= task_over;
-                        if result.is_ok() {
-                            result = Err(error);
-                        }
-                    }
+        match EngineCode::check_status(answer) {
+            Ok(()) => Ok(batch),
+            Err(code) => {
+                // The engine frees a batch only if nothing of it runs, which is the proof of that.
+                let mut failure = ReadFailure::from(code.error("read"));
+                // SAFETY: a live handle and a batch that is not freed.
+                let answer = unsafe { (self.table.free_batch)(live.raw(), batch.id) };
+                if EngineCode::check_status(answer).is_err() {
+                    failure.running = Some(Box::new(self.left(vec![batch])));
                 }
-            }
-        }
-        if over {
-            // SAFETY: a live handle and a batch whose tasks have all ended.
-            let answer = unsafe { (self.table.free_batch)(live.raw(), batch) };
-            if let Err(code) = EngineCode::check_status(answer) {
-                tracing::warn!(code = code.number(), name = code.name(), "a batch stays behind");
-            }
-        } // else it stays behind: its tasks still point into it
-        result
-    }
-
-    fn wait_task(
-        &self,
-        live: &Live<'_>,
-        batch: u64,
-        task: usize,
-        deadline: Instant,
-    ) -> Result<(), Ended> {
-        let start = Instant::now();
-        loop {
-            let mut status = RawStatus { status: -1, transferred_bytes: 0 };
-            // SAFETY: a live handle, a batch that is not freed, and a place for the answer.
-            let answer = unsafe { (self.table.status)(live.raw(), batch, task, &mut status) };
-            EngineCode::check_status(answer)
-                .map_err(|code| Ended { error: code.error("read"), over: false })?;
-            let state = TransferState::from_raw(status.status);
-            if let Some(outcome) = state.outcome("read") {
-                let over = !matches!(state, TransferState::Timeout | TransferState::Unknown(_));
-                return outcome.map_err(|error| Ended {
-                    error: error.with("piece", task).with("bytes", status.transferred_bytes),
-                    over,
-                });
-            }
-            if Instant::now() >= deadline {
-                let error = Error::new(ErrorKind::Timeout, "read", "the transfer still runs")
-                    .with("piece", task);
-                return Err(Ended { error, over: false });
-            }
-            // Polling is what completes some transports, so it stays tight at first.
-            if start.elapsed() < Duration::from_micros(200) {
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
+                Err(failure)
             }
         }
     }
 }
 
-struct Ended {
-    error: Error,
-    over: bool, // whether nothing writes any more
+/// A submitted batch, which may be freed when none of its tasks is open.
+#[derive(Debug)]
+struct Batch {
+    id: u64,
+    open: Vec<usize>, // tasks that have not ended, as far as is known
+}
+
+impl Batch {
+    /// Looks at the open tasks once; the first that failed, and why.
+    fn look(&mut self, table: &EngineTable, live: &Live<'_>) -> Option<(usize, Error)> {
+        let mut failed = None;
+        self.open.retain(|&task| {
+            let mut status = RawStatus { status: -1, transferred_bytes: 0 };
+            // SAFETY: a live handle, a batch that is not freed, and a place for the answer.
+            let answer = unsafe { (table.status)(live.raw(), self.id, task, &mut status) };
+            if let Err(code) = EngineCode::check_status(answer) {
+                failed.get_or_insert((task, code.error("read")));
+                return true; // nothing is known about it
+            }
+            let state = TransferState::from_raw(status.status);
+            match state.outcome("read") {
+                None => true,
+                Some(Ok(())) => false,
+                Some(Err(error)) => {
+                    let error = error.with("bytes", status.transferred_bytes);
+                    failed.get_or_insert((task, error));
+                    matches!(state, TransferState::Timeout | TransferState::Unknown(_))
+                }
+            }
+        });
+        failed
+    }
+
+    fn free(self, table: &EngineTable, live: &Live<'_>) {
+        debug_assert!(self.open.is_empty(), "its tasks point into it");
+        // SAFETY: a live handle and a batch whose tasks have all ended.
+        let answer = unsafe { (table.free_batch)(live.raw(), self.id) };
+        if let Err(code) = EngineCode::check_status(answer) {
+            tracing::warn!(code = code.number(), name = code.name(), "a batch stays behind");
+        }
+    }
+}
+
+/// Batches that nobody waits for.
+#[derive(Debug)]
+struct Left {
+    table: EngineTable,
+    handle: Weak<RwLock<Option<Handle>>>,
+    batches: Vec<Batch>,
+}
+
+impl Running for Left {
+    fn is_over(&mut self) -> bool {
+        let Some(handle) = self.handle.upgrade() else { return true };
+        let Some(guard) = handle.try_read() else { return false };
+        if guard.is_none() {
+            return true; // a closed engine has no transfers
+        }
+        let live = Live(guard);
+        for mut batch in std::mem::take(&mut self.batches) {
+            batch.look(&self.table, &live);
+            if batch.open.is_empty() {
+                batch.free(&self.table, &live);
+            } else {
+                self.batches.push(batch);
+            }
+        }
+        self.batches.is_empty()
+    }
 }
 
 impl EngineApi for CEngine {
@@ -321,9 +348,9 @@ impl EngineApi for CEngine {
         &self,
         peer: &SessionName,
         pieces: &[ReadPiece],
-        one_by_one: bool,
+        submission: Submission,
         timeout: Duration,
-    ) -> Result<()> {
+    ) -> Result<(), ReadFailure> {
         let live = self.live("read")?;
         let deadline = Instant::now() + timeout;
         let target_id = self.segment(&live, peer)?;
@@ -337,14 +364,69 @@ impl EngineApi for CEngine {
                 length: piece.len as u64,
             })
             .collect();
-        let size = if one_by_one { 1 } else { MAX_BATCH };
-        for part in requests.chunks_mut(size) {
-            if let Err(error) = self.run_batch(&live, part, deadline) {
-                self.segments.lock().remove(peer); // the peer may be another process by now
-                return Err(error.with("peer", peer));
+        let (size, ahead) = match submission {
+            Submission::Batch => (MAX_BATCH, 1),
+            Submission::Single { ahead } => (1, ahead.max(1)),
+        };
+        let mut parts = requests.chunks_mut(size).enumerate();
+        let mut flying: VecDeque<(usize, Batch)> = VecDeque::new(); // with its first piece
+        let mut failure: Option<ReadFailure> = None;
+        let mut since = Instant::now(); // when something last happened
+        loop {
+            while failure.is_none() && flying.len() < ahead {
+                let Some((at, part)) = parts.next() else { break };
+                match self.submit(&live, part) {
+                    Ok(batch) => flying.push_back((at * size, batch)),
+                    Err(refused) => {
+                        let piece = (size == 1).then_some(at);
+                        failure = Some(ReadFailure { piece, ..refused });
+                    }
+                }
+                since = Instant::now();
+            }
+            let Some((first, batch)) = flying.front_mut() else { break };
+            if let Some((task, error)) = batch.look(&self.table, &live)
+                && failure.is_none()
+            {
+                failure = Some(ReadFailure { piece: Some(*first + task), ..error.into() });
+            }
+            if batch.open.is_empty() {
+                let (_, batch) = flying.pop_front().expect("looked at above");
+                batch.free(&self.table, &live);
+                since = Instant::now();
+                continue;
+            }
+            // Of what has failed already, the rest is waited for only shortly.
+            let late = Instant::now() >= deadline;
+            if late || (failure.is_some() && since.elapsed() > DRAIN) {
+                break;
+            }
+            // Polling is what completes some transports, so it stays tight at first.
+            if since.elapsed() < Duration::from_micros(200) {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
             }
         }
-        Ok(())
+        if failure.is_none() && flying.is_empty() {
+            return Ok(());
+        }
+        self.segments.lock().remove(peer); // the peer may be another process by now
+        let mut failure = failure.unwrap_or_else(|| {
+            let piece = flying.front().map(|(first, batch)| first + batch.open[0]);
+            let error = Error::new(ErrorKind::Timeout, "read", "the transfer still runs");
+            ReadFailure { piece, ..error.into() }
+        });
+        failure.error = failure.error.with("peer", peer);
+        if !flying.is_empty() {
+            let batches = flying.into_iter().map(|(_, batch)| batch).collect();
+            let left = self.left(batches);
+            failure.running = match failure.running.take() {
+                None => Some(Box::new(left)),
+                Some(refused) => Some(Box::new((refused, left))),
+            };
+        }
+        Err(failure)
     }
 
     fn close(&self) -> Result<()> {

@@ -88,7 +88,7 @@ fn open(
     };
     if let Some(path) = named {
         return match open_file(&path, Scope::Local) {
-            Ok(library) => Ok(Opened { library, file: path }),
+            Ok(library) => Ok(Opened { library, file: path, search }),
             Err(why) => {
                 search.missed(path.display(), why);
                 Err(search.error(LOAD, what, remedy))
@@ -107,12 +107,12 @@ fn open(
             continue;
         }
         match open_file(&path, Scope::Local) {
-            Ok(library) => return Ok(Opened { library, file: path }),
+            Ok(library) => return Ok(Opened { library, file: path, search }),
             Err(why) => search.missed(path.display(), why),
         }
     }
     match open_file(Path::new(file_name), Scope::Local) {
-        Ok(library) => Ok(Opened { library, file: file_name.into() }),
+        Ok(library) => Ok(Opened { library, file: file_name.into(), search }),
         Err(why) => {
             search.missed(format_args!("{file_name} in the loader's path"), why);
             Err(search.error(LOAD, what, remedy))

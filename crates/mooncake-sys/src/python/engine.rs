@@ -1,41 +1,62 @@
 //! `mooncake.engine`.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
-use parking_lot::{RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use transport_core::{Error, ErrorKind, Result, SessionName};
 
 use super::{
     Interpreter, WheelOptions,
-    object::{Argument as A, Object, Parked},
+    object::{Argument as A, Gil, Object, Parked},
+    transfer,
 };
-use crate::{EngineApi, EngineCode, EngineSetup, ProviderInfo, ReadPiece};
+use crate::{
+    EngineApi, EngineCode, EngineSetup, EngineSupport, ProviderInfo, ReadFailure, ReadPiece,
+    Submission,
+};
 
 const START: &str = "start transfer engine";
 const CLOSE_PATIENCE: Duration = Duration::from_secs(40);
 
+/// Variables by which the wheel chooses its transport; that they are set is what counts, the value
+/// is not looked at.
+const CHOICE: [&str; 5] =
+    ["MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL", "MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK"];
+/// Engines start one after the other, because the variables are the process's.
+static STARTING: Mutex<()> = Mutex::new(());
+
+/// The engine's Python object; calls read, close writes. A job that has the interpreter's lock only
+/// tries to, for whoever closes may wait for that lock.
+pub(super) type Client = RwLock<Option<Parked>>;
+
 /// A transfer engine of the wheel.
 ///
-/// The wheel answers -1 for every failure and says why only in its log on standard error. Its reads
-/// end by `MC_TRANSFER_TIMEOUT` (30 seconds unless set); a shorter timeout here lets the caller go
-/// while the read goes on.
+/// The wheel answers -1 for every failure and says why only in its log on standard error.
+///
+/// Pieces that are submitted singly end by the timeout of the call, and their end is looked for in
+/// between, so that a peer that hangs keeps no thread of the interpreter. A batch is one call that
+/// ends by `MC_TRANSFER_TIMEOUT` (30 seconds unless set), whatever its caller's patience; meanwhile it
+/// keeps a thread.
 #[derive(Debug)]
 pub struct WheelEngine {
     interpreter: Interpreter,
     info: ProviderInfo,
     session: SessionName,
-    client: RwLock<Option<Parked>>, // calls read, close writes
+    support: EngineSupport,
+    client: Arc<Client>,
 }
 
 impl WheelEngine {
     /// Starts the interpreter if need be, and an engine in it.
     ///
-    /// The wheel chooses its transport by itself; see [`EngineSetup::protocol`].
+    /// The wheel may take another transport than the one asked for; see [`EngineSetup::protocol`].
     pub fn start(options: &WheelOptions, setup: &EngineSetup) -> Result<Self> {
         let interpreter = Interpreter::start(options)?;
-        let (client, file, port) = interpreter.run(|gil| {
+        let _alone = STARTING.lock();
+        let (client, file, port, support) = interpreter.run(|gil| {
             let module = gil.import(c"mooncake.engine")?;
             let file = module.attribute(c"__file__")?.as_text()?;
+            let chosen = Chosen::set(gil, &setup.protocol)?;
             let client = module.attribute(c"TransferEngine")?.call([])?;
             let arguments = [
                 A::Text(&setup.local_host),
@@ -43,21 +64,28 @@ impl WheelEngine {
                 A::Text(&setup.protocol),
                 A::Text(&setup.devices),
             ];
-            let answer = client.method(c"initialize", arguments)?.as_number()?;
-            check(answer, START).map_err(|e| {
+            let answer = client.method(c"initialize", arguments);
+            chosen.put_back()?;
+            check(answer?.as_number()?, START).map_err(|e| {
                 e.with("local_host", &setup.local_host).with("protocol", &setup.protocol)
             })?;
             let port = client.method(c"get_rpc_port", [])?.as_number()?;
-            Ok((client.park(), file, port))
+            let flag = |name| Some(module.attribute(name).ok()?.to_text().ok()? == "True");
+            let support = EngineSupport {
+                mnnvl: flag(c"SUPPORT_MNNVL"),
+                intra_nvlink: flag(c"SUPPORT_INTRA_NVLINK"),
+                cuda: flag(c"SUPPORT_CUDA"),
+            };
+            Ok((client.park(), file, port, support))
         })?;
         let info = interpreter.wheel().info(&file);
-        let engine =
-            |session| Self { interpreter, info, session, client: RwLock::new(Some(client)) };
+        let client = Arc::new(RwLock::new(Some(client)));
+        let engine = |session| Self { interpreter, info, session, support, client };
         let port = u16::try_from(port).map_err(|_| {
             Error::new(ErrorKind::Protocol, START, "the engine has no valid port")
                 .with("port", port)
         })?;
-        Ok(engine(SessionName::new(&setup.local_host, port)?))
+        Ok(engine(SessionName::new(bare(&setup.local_host), port)?))
     }
 
     fn client(&self, operation: &'static str) -> Result<RwLockReadGuard<'_, Option<Parked>>> {
@@ -69,7 +97,58 @@ impl WheelEngine {
     }
 }
 
-fn check(answer: i64, operation: &'static str) -> Result<()> {
+/// The variables of [`CHOICE`] as one protocol wants them, and as they were.
+struct Chosen<'g> {
+    gil: Gil<'g>,
+    environment: Object<'g>,
+    before: Vec<(&'static str, String)>,
+}
+
+impl<'g> Chosen<'g> {
+    /// Goes through Python, so that no other thread of the interpreter reads or writes them meanwhile.
+    fn set(gil: Gil<'g>, protocol: &str) -> Result<Self> {
+        let environment = gil.import(c"os")?.attribute(c"environ")?;
+        let mut before = Vec::new();
+        for name in CHOICE {
+            // An empty text is a set variable all the same, hence the mark for one that is not.
+            let value = environment.method(c"pop", [A::Text(name), A::Text("\u{1}")])?.as_text()?;
+            if value != "\u{1}" {
+                before.push((name, value));
+            }
+        }
+        let wanted = match protocol {
+            "tcp" => Some("MC_FORCE_TCP"),
+            "nvlink" => Some("MC_FORCE_MNNVL"),
+            "nvlink_intra" => Some("MC_INTRANODE_NVLINK"),
+            _ => None, // rdma is what it takes by itself where there is a device for it
+        };
+        let chosen = Self { gil, environment, before };
+        if let Some(name) = wanted {
+            chosen.put(name, "1")?;
+        }
+        Ok(chosen)
+    }
+
+    fn put(&self, name: &str, value: &str) -> Result<()> {
+        let arguments = [A::Text(name), A::Text(value)];
+        self.environment.method(c"__setitem__", arguments).map(drop)
+    }
+
+    fn put_back(self) -> Result<()> {
+        let _ = self.gil;
+        for name in CHOICE {
+            self.environment.method(c"pop", [A::Text(name), A::Text("")])?;
+        }
+        self.before.iter().try_for_each(|(name, value)| self.put(name, value))
+    }
+}
+
+/// A host without the brackets that Mooncake wants around IPv6.
+fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
+pub(super) fn check(answer: i64, operation: &'static str) -> Result<()> {
     let answer = answer.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32;
     EngineCode::check_return(answer).map_err(|code| {
         if answer == -1 {
@@ -85,6 +164,10 @@ fn check(answer: i64, operation: &'static str) -> Result<()> {
 impl EngineApi for WheelEngine {
     fn provider(&self) -> &ProviderInfo {
         &self.info
+    }
+
+    fn support(&self) -> EngineSupport {
+        self.support
     }
 
     fn session(&self) -> Result<SessionName> {
@@ -123,41 +206,20 @@ impl EngineApi for WheelEngine {
         &self,
         peer: &SessionName,
         pieces: &[ReadPiece],
-        one_by_one: bool,
+        submission: Submission,
         timeout: Duration,
-    ) -> Result<()> {
+    ) -> Result<(), ReadFailure> {
         if pieces.is_empty() {
             return Ok(());
         }
-        let client = self.client("read")?;
-        let parked = client.as_ref().expect("checked by `client`");
-        // The job may outlive this call, so it holds a reference of its own.
-        let own = self.interpreter.run(|gil| Ok(Object::of(parked, gil).park()))?;
-        let pieces: Vec<_> =
-            pieces.iter().map(|p| (p.local as u64, p.remote.0, p.len as u64)).collect();
-        let name = peer.to_string();
-        let answer = self.interpreter.run_within(timeout, move |gil| {
-            let engine = Object::take_up(own, gil);
-            if one_by_one || pieces.len() == 1 {
-                for &(local, remote, len) in &pieces {
-                    let arguments =
-                        [A::Text(&name), A::Number(local), A::Number(remote), A::Number(len)];
-                    let answer = engine.method(c"transfer_sync_read", arguments)?.as_number()?;
-                    if answer != 0 {
-                        return Ok(answer);
-                    }
-                }
-                return Ok(0);
-            }
-            let arguments = [
-                A::Text(&name),
-                A::Numbers(&mut pieces.iter().map(|p| p.0)),
-                A::Numbers(&mut pieces.iter().map(|p| p.1)),
-                A::Numbers(&mut pieces.iter().map(|p| p.2)),
-            ];
-            engine.method(c"batch_transfer_sync_read", arguments)?.as_number()
-        })?;
-        check(answer, "read").map_err(|e| e.with("peer", peer))
+        drop(self.client("read")?);
+        let read = transfer::Read::new(peer, pieces, &self.client);
+        let result = match submission {
+            Submission::Batch if pieces.len() > 1 => read.batch(&self.interpreter, timeout),
+            Submission::Batch => read.singly(&self.interpreter, 1, timeout),
+            Submission::Single { ahead } => read.singly(&self.interpreter, ahead, timeout),
+        };
+        result.map_err(|left| left.into_failure(peer, &self.interpreter, &self.client))
     }
 
     fn close(&self) -> Result<()> {

@@ -22,13 +22,16 @@
 //! was made with, else from the loader's path.
 
 mod engine;
+mod inspect;
 mod libpython;
 mod object;
 mod runtime;
 mod store;
+mod transfer;
 mod wheel;
 
 pub use engine::WheelEngine;
+pub use inspect::WheelFacts;
 pub use runtime::Interpreter;
 pub use store::WheelStore;
 pub use wheel::{Wheel, WheelOptions};

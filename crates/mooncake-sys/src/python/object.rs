@@ -206,6 +206,11 @@ impl<'g> Object<'g> {
 
     /// The numbers of a list.
     pub(super) fn as_numbers(&self) -> Result<Vec<i64>> {
+        self.items()?.iter().map(Object::as_number).collect()
+    }
+
+    /// The items of a list.
+    pub(super) fn items(&self) -> Result<Vec<Self>> {
         // SAFETY: the lock is held, and the object lives.
         let len = unsafe { (self.gil.table.list_len)(self.raw.as_ptr()) };
         if len < 0 {
@@ -218,7 +223,7 @@ impl<'g> Object<'g> {
                 let Some(raw) = NonNull::new(raw) else { return Err(self.gil.exception()) };
                 // SAFETY: the lock is held; makes the borrowed reference an owned one.
                 unsafe { (self.gil.table.inc_ref)(raw.as_ptr()) }
-                Object { raw, gil: self.gil }.as_number()
+                Ok(Object { raw, gil: self.gil })
             })
             .collect()
     }

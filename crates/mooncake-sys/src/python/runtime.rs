@@ -1,13 +1,16 @@
 //! The process's interpreter and the threads that run it.
 
 use std::{
-    any::Any,
     ffi::{CStr, CString, c_void},
     fmt,
     os::unix::ffi::OsStrExt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
-    sync::{Arc, Once},
+    ptr::NonNull,
+    sync::{
+        Arc, Once,
+        atomic::{AtomicU8, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -33,7 +36,88 @@ const START: &str = "start Python";
 /// Python's own state cannot be taken down and set up again.
 static INTERPRETER: Mutex<Option<Interpreter>> = Mutex::new(None);
 
-type Job = Box<dyn FnOnce(Gil<'_>) + Send>;
+/// What the threads of the interpreter do.
+enum Job {
+    Owned(Box<dyn FnOnce(Gil<'_>) + Send>),
+    Lent(Lent),
+}
+
+/// A job that lies in the stack of a caller who waits for it.
+struct Lent {
+    slot: NonNull<()>,
+    run: unsafe fn(NonNull<()>, Gil<'_>),
+    /// Sends when the job has been run, and closes when it never will be.
+    done: Sender<()>,
+}
+
+// SAFETY: `lend` takes only slots whose job and result may be sent.
+unsafe impl Send for Lent {}
+
+/// Where a lent job and its result lie.
+struct Slot<F, T> {
+    job: Option<F>,
+    result: Option<thread::Result<Result<T>>>,
+}
+
+impl<F: FnOnce(Gil<'_>) -> Result<T> + Send, T: Send> Slot<F, T> {
+    /// # Safety
+    /// The slot is neither touched nor moved until `done` has received something or is closed.
+    unsafe fn lend(&mut self, done: Sender<()>) -> Lent {
+        Lent { slot: NonNull::from(self).cast(), run: Self::run, done }
+    }
+
+    /// # Safety
+    /// `slot` is a slot of exactly this type that nobody else touches during the call.
+    unsafe fn run(slot: NonNull<()>, gil: Gil<'_>) {
+        // SAFETY: as the caller vouches.
+        let slot = unsafe { slot.cast::<Self>().as_mut() };
+        if let Some(job) = slot.job.take() {
+            slot.result = Some(catch_unwind(AssertUnwindSafe(|| job(gil))));
+        }
+    }
+}
+
+impl Job {
+    fn run(self, gil: Gil<'_>) {
+        match self {
+            Self::Owned(job) => job(gil),
+            Self::Lent(Lent { slot, run, done }) => {
+                // SAFETY: `run` belongs to the slot's type, see `lend`. Its owner waits for `done`,
+                // which is sent or dropped only below.
+                unsafe { run(slot, gil) }
+                let _ = done.send(()); // the receiver waits for it
+            }
+        }
+    }
+}
+
+/// The answer to a job that goes on whether or not anybody waits.
+#[derive(Debug)]
+pub(super) struct Answer<T> {
+    answer: Receiver<thread::Result<Result<T>>>,
+    state: Arc<AtomicU8>,
+}
+
+const IN_LINE: u8 = 0;
+const STARTED: u8 = 1;
+const CANCELLED: u8 = 2;
+
+impl<T> Answer<T> {
+    /// Waits for it until `deadline`; `None` if it has not come by then.
+    pub(super) fn wait(&self, deadline: Instant) -> Option<Result<T>> {
+        match self.answer.recv_deadline(deadline) {
+            Ok(result) => Some(unpack(Some(result))),
+            Err(RecvTimeoutError::Disconnected) => Some(unpack(None)),
+            Err(RecvTimeoutError::Timeout) => None,
+        }
+    }
+
+    /// Keeps the job from being started; false if it is too late for that.
+    pub(super) fn cancel(&self) -> bool {
+        let order = (Ordering::AcqRel, Ordering::Acquire);
+        self.state.compare_exchange(IN_LINE, CANCELLED, order.0, order.1).is_ok()
+    }
+}
 
 /// Handle to the process's embedded interpreter.
 #[derive(Clone)]
@@ -105,6 +189,11 @@ impl Interpreter {
         &self.shared.wheel
     }
 
+    /// The library of the interpreter, as it was opened.
+    pub(super) fn library(&self) -> &Path {
+        &self.shared.library
+    }
+
     /// Measures what a call costs: the way to an interpreter thread and back, and one call of a
     /// Python function there; means over `calls`.
     pub fn round_trip(&self, calls: u32) -> Result<(Duration, Duration)> {
@@ -127,39 +216,34 @@ impl Interpreter {
 
     /// Runs a job with the lock held and waits for it, however long it takes.
     pub(super) fn run<T: Send>(&self, job: impl FnOnce(Gil<'_>) -> Result<T> + Send) -> Result<T> {
-        let (reply, answer) = bounded(1);
-        let job: Box<dyn FnOnce(Gil<'_>) + Send + '_> = Box::new(move |gil| {
-            let result = catch_unwind(AssertUnwindSafe(|| job(gil)));
-            drop(reply.send(result)); // the receiver waits below
-        });
-        // SAFETY: only the lifetime changes. The job is run or dropped before this call returns:
-        // it waits for the answer, and a channel that closes without one has lost its sender,
-        // which lives in the job. What the job borrows outlives the call.
-        let job: Job =
-            unsafe { std::mem::transmute::<Box<dyn FnOnce(Gil<'_>) + Send + '_>, Job>(job) };
-        self.hand_over(job)?;
-        unpack(answer.recv().ok())
+        let (done, ended) = bounded(1);
+        let mut slot = Slot { job: Some(job), result: None };
+        // SAFETY: the slot stays where it is and is not touched before the wait below is over. If
+        // the job cannot be handed over it is dropped, and with it `done`.
+        let lent = unsafe { slot.lend(done) };
+        let handed = self.hand_over(Job::Lent(lent));
+        let _ = ended.recv(); // or it was dropped
+        handed?;
+        unpack(slot.result)
     }
 
-    /// Runs a job with the lock held; gives up after `timeout`, while the job goes on.
-    pub(super) fn run_within<T: Send + 'static>(
+    /// Starts a job with the lock held and does not wait for it.
+    pub(super) fn start_job<T: Send + 'static>(
         &self,
-        timeout: Duration,
         job: impl FnOnce(Gil<'_>) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
+    ) -> Result<Answer<T>> {
         let (reply, answer) = bounded(1);
-        self.hand_over(Box::new(move |gil| {
-            let result = catch_unwind(AssertUnwindSafe(|| job(gil)));
-            drop(reply.send(result)); // nobody waits any more after the timeout
-        }))?;
-        match answer.recv_timeout(timeout) {
-            Ok(result) => unpack(Some(result)),
-            Err(RecvTimeoutError::Disconnected) => unpack(None),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(Error::new(ErrorKind::Timeout, "call Python", "the call still runs")
-                    .with("timeout_ms", timeout.as_millis()))
+        let state = Arc::new(AtomicU8::new(IN_LINE));
+        let at_start = state.clone();
+        self.hand_over(Job::Owned(Box::new(move |gil| {
+            let order = (Ordering::AcqRel, Ordering::Acquire);
+            if at_start.compare_exchange(IN_LINE, STARTED, order.0, order.1).is_err() {
+                return;
             }
-        }
+            let result = catch_unwind(AssertUnwindSafe(|| job(gil)));
+            drop(reply.send(result)); // perhaps nobody waits any more
+        })))?;
+        Ok(Answer { answer, state })
     }
 
     fn hand_over(&self, job: Job) -> Result<()> {
@@ -169,7 +253,7 @@ impl Interpreter {
     }
 }
 
-fn unpack<T>(answer: Option<Result<Result<T>, Box<dyn Any + Send>>>) -> Result<T> {
+fn unpack<T>(answer: Option<thread::Result<Result<T>>>) -> Result<T> {
     let lost = |message| Err(Error::new(ErrorKind::Unexpected, "call Python", message));
     match answer {
         Some(Ok(result)) => result,
@@ -190,7 +274,11 @@ impl fmt::Debug for Interpreter {
 
 /// The Python of this process if it runs one, else the first library that opens.
 fn open_python(wheel: &Wheel) -> Result<(PythonTable, PathBuf)> {
-    let own = Opened { library: Box::leak(Box::new(Library::this())), file: "this process".into() };
+    let own = Opened {
+        library: Box::leak(Box::new(Library::this())),
+        file: "this process".into(),
+        search: Search::default(),
+    };
     if let Ok(table) = PythonTable::resolve(&own) {
         // SAFETY: takes nothing, may be called at any time.
         if unsafe { (table.is_initialized)() } != 0 {
@@ -201,7 +289,7 @@ fn open_python(wheel: &Wheel) -> Result<(PythonTable, PathBuf)> {
     for file in &wheel.libpython {
         match open_file(file, Scope::Global) {
             Ok(library) => {
-                let opened = Opened { library, file: file.clone() };
+                let opened = Opened { library, file: file.clone(), search };
                 return Ok((PythonTable::resolve(&opened)?, opened.file));
             }
             Err(why) => search.missed(file.display(), why),
@@ -249,7 +337,7 @@ fn interpreter_thread(
         // SAFETY: the state of this thread, which does not hold the lock now.
         unsafe { (table.restore_thread)(state) }
         // SAFETY: this thread holds the lock until `save_thread`.
-        job(unsafe { Gil::assume(table) });
+        job.run(unsafe { Gil::assume(table) });
         // SAFETY: this thread holds the lock; every object of the job is gone.
         unsafe { (table.save_thread)() };
     }

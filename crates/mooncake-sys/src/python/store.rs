@@ -109,6 +109,19 @@ fn native_file(gil: Gil<'_>, module: &Object<'_>) -> Result<String> {
     module.attribute(c"__file__")?.as_text()
 }
 
+/// Segments of an object's replicas in memory.
+fn segments_of(replicas: Object<'_>) -> Result<Option<Vec<String>>> {
+    let mut segments = Vec::new();
+    for replica in replicas.items()? {
+        if replica.method(c"is_memory_replica", [])?.as_number()? != 0 {
+            let memory = replica.method(c"get_memory_descriptor", [])?;
+            let buffer = memory.attribute(c"buffer_descriptor")?;
+            segments.push(buffer.attribute(c"transport_endpoint")?.as_text()?);
+        }
+    }
+    Ok(Some(segments))
+}
+
 fn checked(answers: Vec<i64>, expected: usize, operation: &'static str) -> Result<Vec<i64>> {
     if answers.len() == expected {
         return Ok(answers);
@@ -206,6 +219,13 @@ impl StoreApi for WheelStore {
     fn size(&self, key: &str) -> Result<Result<u64, StoreCode>> {
         self.call("get size", |_, client| {
             Ok(StoreCode::count(client.method(c"get_size", [A::Text(key)])?.as_number()?))
+        })
+    }
+
+    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
+        self.call("find segments", |_, client| {
+            let Ok(lookup) = client.attribute(c"get_replica_desc") else { return Ok(None) };
+            keys.iter().map(|key| lookup.call([A::Text(key)]).and_then(segments_of)).collect()
         })
     }
 

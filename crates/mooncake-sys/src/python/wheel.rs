@@ -19,14 +19,15 @@ pub struct WheelOptions {
     /// Libraries to open before the wheel's, in order, because the loader would not find them: pip
     /// keeps `libcudart.so.13` where only Python looks, for example.
     pub preload: Vec<PathBuf>,
-    /// Threads that run the interpreter, 1 to 8: how many calls may be inside Mooncake at once. Its
-    /// calls busy-wait, so more than one for each core only does harm.
+    /// Threads that run the interpreter, 1 to 8: how many calls may be inside Mooncake at once. One
+    /// more than move payload at a time, so that a read that hangs does not keep the others from
+    /// being asked why.
     pub threads: usize,
 }
 
 impl Default for WheelOptions {
     fn default() -> Self {
-        Self { environment: None, libpython: None, preload: Vec::new(), threads: 2 }
+        Self { environment: None, libpython: None, preload: Vec::new(), threads: 3 }
     }
 }
 

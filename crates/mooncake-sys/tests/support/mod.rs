@@ -8,7 +8,8 @@ use std::{
 
 use mooncake_sys::master::{ManagedMaster, MasterOptions};
 
-/// Mooncake listens on every address unless told otherwise, and reads that when it is loaded.
+/// Has Mooncake name loopback to its peers and use tcp, which it reads when it is loaded. Its ports
+/// are open on every address all the same: no setting of 0.3.13 changes that.
 extern "C" fn loopback_only() {
     for (name, value) in [("MC_TCP_BIND_ADDRESS", "127.0.0.1"), ("MC_FORCE_TCP", "1")] {
         // SAFETY: runs before `main`, when this thread is the only one.

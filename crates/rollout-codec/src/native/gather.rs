@@ -1,7 +1,7 @@
 //! The one copy: rows into the data, on several threads, with checksums while the bytes are still
 //! in the cache.
 
-use std::{hash::Hasher, sync::Mutex};
+use std::{hash::Hasher, ops::Range, sync::Mutex};
 
 use transport_core::{Error, Result};
 use twox_hash::XxHash3_64;
@@ -21,67 +21,119 @@ struct Unit<'d> {
 /// A failure, and the field that it belongs to.
 type Failure = (usize, Error);
 
-/// Gathers all segments; returns their checksums if asked to.
-pub(super) fn into(
+/// The checksum of one block: its segment, where it starts in it, and the sum.
+pub(super) type BlockSum = (usize, u64, u64);
+
+/// Ends of the blocks of all segments, in order; the last is the end of the data.
+fn block_ends(segments: &[Planned<'_>], data_bytes: u64) -> impl Iterator<Item = u64> {
+    let of_segment = |segment: &Planned<'_>| {
+        let (at, len) = (segment.at, segment.len);
+        (1..=len.div_ceil(BLOCK_BYTES).max(1)).map(move |n| at + len.min(n * BLOCK_BYTES))
+    };
+    segments.iter().flat_map(of_segment).chain([data_bytes])
+}
+
+/// Cuts the data at ends of blocks, into parts of about `bytes`.
+pub(super) fn parts(segments: &[Planned<'_>], data_bytes: u64, bytes: u64) -> Vec<Range<u64>> {
+    let mut parts = Vec::new();
+    let (mut start, mut end) = (0, 0);
+    for next in block_ends(segments, data_bytes) {
+        if next - start > bytes && end > start {
+            parts.push(start..end);
+            start = end;
+        }
+        end = next;
+    }
+    if end > start || parts.is_empty() {
+        parts.push(start..end);
+    }
+    parts
+}
+
+/// Gathers what lies in `part` into `data`; returns the checksums of its blocks if asked to.
+pub(super) fn part(
     segments: &[Planned<'_>],
+    part: &Range<u64>,
     data: &mut [u8],
-    threads: usize,
-    checksums: bool,
-) -> std::result::Result<Option<Vec<u64>>, Failure> {
+    (threads, checksums): (usize, bool),
+    is_last: bool,
+) -> std::result::Result<Vec<BlockSum>, Failure> {
     let mut units = Vec::new();
     let mut rest = data;
-    let mut end = 0;
-    for (i, segment) in segments.iter().enumerate() {
-        let (mut padding, tail) = rest.split_at_mut((segment.at - end) as usize);
-        let (mut bytes, tail) = tail.split_at_mut(segment.len as usize);
-        (rest, end) = (tail, segment.at + segment.len);
-        let mut start = 0;
+    let mut end = part.start;
+    // A segment that ended before belongs to an earlier part, also if it ended just there. One
+    // without bytes belongs to the part that starts where it is.
+    let first = segments.partition_point(|s| s.at + s.len <= part.start && s.at < part.start);
+    for (i, segment) in segments.iter().enumerate().skip(first) {
+        let mut start = part.start.saturating_sub(segment.at).min(segment.len);
+        let is_later = segment.at == part.end && (segment.len > 0 || !is_last);
+        if segment.at > part.end || is_later {
+            break;
+        }
+        let padding = (segment.at + start).saturating_sub(end);
+        let (mut padding, tail) = rest.split_at_mut(padding as usize);
+        rest = tail;
+        end = end.max(segment.at + start);
         loop {
-            let (dest, more) = bytes.split_at_mut(bytes.len().min(BLOCK_BYTES as usize));
+            let len = (segment.len - start).min(BLOCK_BYTES);
+            if end + len > part.end {
+                break;
+            }
+            let (dest, tail) = rest.split_at_mut(len as usize);
             units.push(Unit { segment: i, start, padding: std::mem::take(&mut padding), dest });
-            start += BLOCK_BYTES;
-            bytes = more;
-            if bytes.is_empty() {
+            rest = tail;
+            start += len;
+            end += len;
+            if start == segment.len {
                 break;
             }
         }
+        padding.fill(0);
     }
     rest.fill(0);
     let count = units.len();
-    let queue = Mutex::new(units.into_iter().enumerate());
+    let queue = Mutex::new(units.into_iter());
     let work = || {
         let mut sums = Vec::new();
         loop {
             let next = queue.lock().expect("no thread panics with the lock").next();
-            let Some((index, unit)) = next else { return Ok(sums) };
+            let Some(unit) = next else { return Ok(sums) };
             unit.padding.fill(0);
             let segment = &segments[unit.segment];
             let mut hasher = checksums.then(XxHash3_64::new);
             fill(segment, unit.start, unit.dest, hasher.as_mut())
                 .map_err(|e| (segment.field, e))?;
             if let Some(hasher) = hasher {
-                sums.push((index, unit.segment, hasher.finish()));
+                sums.push((unit.segment, unit.start, hasher.finish()));
             }
         }
     };
     let helpers = threads.clamp(1, count.max(1)) - 1;
-    let mut sums = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let handles: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
         let mut sums = work()?;
         for handle in handles {
             sums.extend(handle.join().expect("gathering does not panic")?);
         }
         Ok(sums)
-    })?;
-    if !checksums {
-        return Ok(None);
-    }
+    })
+}
+
+/// The checksum of each segment, from those of all blocks; `None` if a block is missing or there
+/// twice.
+pub(super) fn join(segments: &[Planned<'_>], mut sums: Vec<BlockSum>) -> Option<Vec<u64>> {
     sums.sort_unstable();
-    let mut hashers = vec![Xxh3::new(); segments.len()];
-    for (_, segment, sum) in sums {
-        hashers[segment].update(&sum.to_le_bytes());
+    let mut sums = sums.into_iter();
+    let mut whole = Vec::with_capacity(segments.len());
+    for (i, segment) in segments.iter().enumerate() {
+        let mut hasher = Xxh3::new();
+        for block in 0..segment.len.div_ceil(BLOCK_BYTES).max(1) {
+            let (_, _, sum) = sums.next().filter(|s| (s.0, s.1) == (i, block * BLOCK_BYTES))?;
+            hasher.update(&sum.to_le_bytes());
+        }
+        whole.push(hasher.digest());
     }
-    Ok(Some(hashers.iter().map(Xxh3::digest).collect()))
+    sums.next().is_none().then_some(whole)
 }
 
 /// Bytes that are copied before they are hashed. A larger copy may go past the caches, and the
@@ -103,7 +155,7 @@ fn fill(
             break;
         }
         let skip = at - source_at;
-        let bytes = source.bytes();
+        let bytes: &[u8] = source;
         let taken = match segment.convert {
             None => {
                 let from = &bytes[skip as usize..];
@@ -147,7 +199,7 @@ pub(super) fn sum_sources(segment: &Planned<'_>) -> u64 {
     let mut block = Xxh3::new();
     let mut room = BLOCK_BYTES as usize;
     for (_, source) in &segment.sources {
-        let mut bytes = source.bytes();
+        let mut bytes: &[u8] = source;
         while !bytes.is_empty() {
             let (head, tail) = bytes.split_at(bytes.len().min(room));
             block.update(head);

@@ -188,6 +188,19 @@ impl Header {
         })
     }
 
+    /// The bytes of the data that say where the rows of the field `name` lie: what
+    /// [`Self::locator`] asks for.
+    #[cfg(feature = "transport")]
+    pub(crate) fn index_ranges(&self, name: &str) -> Result<Vec<std::ops::Range<u64>>> {
+        let runs = match &self.field(name)?.what {
+            What::Ragged(record) => &record.runs,
+            What::Blobs { runs, .. } => runs,
+            _ => return Ok(Vec::new()),
+        };
+        let segments = [Some(&runs.offsets), runs.alias.as_ref(), runs.nulls.as_ref()];
+        Ok(segments.into_iter().flatten().map(|segment| segment.at..segment.end()).collect())
+    }
+
     pub(super) fn field(&self, name: &str) -> Result<&super::index::FieldRecord> {
         self.index.fields.iter().find(|field| field.name == name).ok_or_else(|| {
             transport_core::Error::new(ErrorKind::NotFound, "read rollout", "no such field")

@@ -32,6 +32,7 @@ mod arrow;
 mod gather;
 mod header;
 mod index;
+mod layout;
 mod narrow;
 mod options;
 mod plan;
@@ -41,7 +42,7 @@ mod view;
 
 pub use header::{FieldInfo, Header, Limits};
 pub use options::{Dedup, Options};
-pub use plan::Plan;
+pub use plan::{PartSums, Plan};
 pub use ragged_view::{RaggedView, RowRef};
 pub use select::{Fragment, Locator, ReadLimits, ReadPlan, ReadRequest, read_plan};
 pub use view::RolloutView;

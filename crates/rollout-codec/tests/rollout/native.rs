@@ -22,6 +22,41 @@ fn view(header: &[u8], data: RegionSlice) -> RolloutView {
     RolloutView::new(Header::parse(header).unwrap(), data).unwrap()
 }
 
+/// Gathers in parts, backwards, into memory that is not zero, and compares with the whole.
+fn check_parts(plan: &Plan<'_>, bytes: u64) -> usize {
+    let (header, data) = plan.encode(1).unwrap();
+    let parts = plan.parts(bytes);
+    assert_eq!(parts.first().map(|p| p.start), Some(0));
+    assert_eq!(parts.last().map(|p| p.end), Some(plan.data_bytes()));
+    assert!(parts.windows(2).all(|p| p[0].end == p[1].start && !p[0].is_empty()), "{parts:?}");
+    let mut sums = Vec::new();
+    for part in parts.iter().rev() {
+        let mut gathered = vec![0xff; (part.end - part.start) as usize];
+        sums.push(plan.encode_part(part, &mut gathered, 2).unwrap());
+        assert_eq!(&gathered, &data.as_ref()[part.start as usize..part.end as usize]);
+    }
+    assert_eq!(plan.join(sums.clone()).unwrap(), header);
+    let doubled = [sums.clone(), sums.clone()].concat();
+    let has_sums = plan.join(Vec::new()).is_err();
+    assert_eq!(plan.join(doubled).is_err(), has_sums, "with sums, each block counts once");
+    parts.len()
+}
+
+#[test]
+fn parts_end_where_blocks_end() {
+    let payload = Payload::new(Profile::Text, 3 << 20);
+    let rollout = payload.rollout();
+    let plan = Plan::new(&rollout, &Options::default()).unwrap();
+    assert_eq!(check_parts(&plan, u64::MAX), 1);
+    assert_eq!(check_parts(&plan, 1 << 20), 4);
+    assert!(check_parts(&plan, 1) >= 24, "at least one a block of 128 KiB");
+    let mut short = [0; 8];
+    assert!(plan.encode_part(&(0..9), &mut short, 1).is_err());
+    assert!(plan.encode_part(&(plan.data_bytes()..plan.data_bytes() + 8), &mut short, 1).is_err());
+    let empty = Rollout::default();
+    assert_eq!(check_parts(&Plan::new(&empty, &Options::default()).unwrap(), 1), 1);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
@@ -40,6 +75,12 @@ proptest! {
             prop_assert_eq!(again_header, header);
             prop_assert_eq!(again.as_ref(), data.as_ref());
         }
+    }
+
+    #[test]
+    fn parts_are_the_whole(rollout in any_rollout(), bytes in 1u64..2000, sums: bool) {
+        let plan = Plan::new(&rollout, &Options::default().checksums(sums)).unwrap();
+        check_parts(&plan, bytes);
     }
 
     #[test]

@@ -1,16 +1,26 @@
 //! Cases about where fetched bytes go, and about memory that the caller hands in.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{
     Pair,
     context::{
-        PLAIN, Returns, Spec, Verdict, check_bytes, ensure, expect_error, expected,
+        PLAIN, Returns, Spec, Stop, Verdict, check_bytes, ensure, expect_error, expected,
         fetch_and_check, fetch_one, fetch_options, key, name, publication, publish_one,
         publish_plain, release, release_now, settled,
     },
+    peers::second,
 };
-use crate::{Destination, Dtype, ErrorKind, FetchOptions, FetchRequest, RegionMut};
+use crate::{
+    Destination, Dtype, ErrorKind, FetchOptions, FetchRequest, Fetched, PublishOptions, RegionMut,
+    ReleaseReport, Transport,
+};
+
+/// A few of these fill a small arena.
+const FILLER: &[Spec<'static>] = &[("hidden_states", Dtype::Uint8, &[30_000])];
 
 /// Big enough that its transfer cannot be over before the caller goes away.
 const LARGE: &[Spec<'static>] = &[("hidden_states", Dtype::Uint8, &[16 << 20])];
@@ -50,6 +60,91 @@ pub(super) async fn views_are_unmoved_by_other_samples(pair: &mut Pair) -> Verdi
     check_bytes(&view, 1)?;
     drop(view);
     release_now(&pair.consumer, &descriptor).await
+}
+
+pub(super) async fn a_release_waits_for_views(pair: &mut Pair) -> Verdict {
+    let descriptor = publish_plain(pair, "viewed", 1).await?;
+    let view = || FetchRequest::new(descriptor.clone(), Destination::View);
+    let first = fetch_one(&pair.consumer, view()).await?;
+    let second = fetch_one(&pair.consumer, view().names(vec![name("input_ids")])).await?;
+    let report = release(&pair.consumer, &[&descriptor]).await?;
+    ensure!(
+        report == ReleaseReport { deferred: 1, ..ReleaseReport::default() },
+        "the release of a sample with two views reports {report:?}, expected one as deferred"
+    );
+    drop(second);
+    let health = pair.consumer.health().await?;
+    ensure!(
+        health.deferred_samples == 1,
+        "one release waits for a view, but the consumer counts {}",
+        health.deferred_samples
+    );
+    let report = release(&pair.consumer, &[&descriptor]).await?;
+    ensure!(
+        report == ReleaseReport { already_gone: 1, ..ReleaseReport::default() },
+        "the second release of a sample with a view reports {report:?}"
+    );
+    let again = pair.consumer.fetch(vec![view()], fetch_options()).await;
+    expect_error("fetching it again", again, &[ErrorKind::NotFound], &["key"])?;
+    reuse_the_arena(pair, &pair.consumer, &first, 1).await?;
+    let health = pair.publisher.health().await?;
+    ensure!(health.resident_samples == 1, "the viewed sample does not count: {health:?}");
+    drop(first);
+    settled("the sample goes with its last view", &pair.publisher, |h| {
+        h.resident_samples == 0 && h.arena_largest_free == h.arena_bytes
+    })
+    .await?;
+    settled("nothing waits any more", &pair.consumer, |h| h.deferred_samples == 0).await?;
+    let report = release(&pair.consumer, &[&descriptor]).await?;
+    ensure!(report.already_gone == 1, "released after its last view: {report:?}");
+    Ok(())
+}
+
+pub(super) async fn a_view_outlives_its_consumer(pair: &mut Pair) -> Verdict {
+    if Arc::ptr_eq(&pair.publisher, &pair.consumer) {
+        return Err(Stop::NotApplicable("publisher and consumer are one object".into()));
+    }
+    let viewed = publish_plain(pair, "viewed", 1).await?;
+    let copied = publish_plain(pair, "copied", 1).await?;
+    let request = FetchRequest::new(viewed.clone(), Destination::View);
+    let view = fetch_one(&pair.consumer, request).await?;
+    fetch_and_check(&pair.consumer, &copied, 1).await?;
+    pair.consumer.close().await?;
+    let second = second(pair)?;
+    release(&second, &[&viewed, &copied]).await?;
+    reuse_the_arena(pair, &second, &view, 1).await?;
+    drop(view);
+    settled("what the consumer held goes with its last view", &pair.publisher, |h| {
+        h.resident_samples == 0 && h.arena_largest_free == h.arena_bytes
+    })
+    .await?;
+    Ok(())
+}
+
+/// Publishes over every free byte of a small arena and looks at a view meanwhile, twice.
+async fn reuse_the_arena(
+    pair: &Pair,
+    releaser: &Arc<dyn Transport>,
+    view: &Fetched,
+    salt: u64,
+) -> Verdict {
+    for round in 0..2 {
+        let mut others = Vec::new();
+        loop {
+            let other = publication(&key(format!("{round} {}", others.len())), FILLER, salt + 1);
+            let options = PublishOptions::default().deadline(Duration::from_millis(150));
+            match pair.publisher.publish(vec![other], options).await {
+                Ok(mut descriptors) => others.push(Arc::new(descriptors.remove(0))),
+                Err(error) if error.kind() == ErrorKind::CapacityExceeded => break,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        ensure!(!others.is_empty(), "a viewed sample of 1 KiB takes the whole arena");
+        check_bytes(view, salt)?;
+        let report = release(releaser, &others.iter().collect::<Vec<_>>()).await?;
+        ensure!(report.released == others.len() as u64, "the others' release: {report:?}");
+    }
+    check_bytes(view, salt)
 }
 
 pub(super) async fn pool_memory_outlives_the_release(pair: &mut Pair) -> Verdict {

@@ -63,6 +63,22 @@ pub(super) async fn a_stranger_cannot_take_memory_from_a_holder(pair: &mut Pair)
     Ok(())
 }
 
+pub(super) async fn what_drains_goes_when_it_is_let_go(pair: &mut Pair) -> Verdict {
+    let second = second(pair)?;
+    let descriptor = publish_plain(pair, "read", 1).await?;
+    let fetched = fetch_and_check(&pair.consumer, &descriptor, 1).await?;
+    release(&second, &[&descriptor]).await?;
+    let health = pair.publisher.health().await?;
+    ensure!(health.resident_samples == 1, "{} samples are resident", health.resident_samples);
+    drop(fetched);
+    pair.consumer.let_go(vec![descriptor.clone()]).await?;
+    settled("the sample went", &pair.publisher, |h| {
+        h.resident_samples == 0 && h.published_samples == h.released_samples
+    })
+    .await?;
+    Ok(())
+}
+
 pub(super) async fn a_replaced_life_waits_for_all_holders(pair: &mut Pair) -> Verdict {
     let second = second(pair)?;
     let old = publish_plain(pair, "replaced", 1).await?;
@@ -140,7 +156,7 @@ pub(super) async fn staleness_is_reported_as_checked(pair: &mut Pair) -> Verdict
     release_now(&pair.consumer, &descriptor).await
 }
 
-fn second(pair: &Pair) -> Verdict<Arc<dyn Transport>> {
+pub(super) fn second(pair: &Pair) -> Verdict<Arc<dyn Transport>> {
     pair.second_consumer
         .clone()
         .ok_or_else(|| Stop::NotApplicable("the pair has no second consumer".into()))

@@ -8,14 +8,14 @@ use std::{
 use super::{
     Pair,
     context::{
-        PLAIN, Verdict, check_bytes, ensure, expect_error, expected, fetch_and_check, fetch_one,
-        fetch_pool, key, meta, name, publication, publish, publish_one, publish_options,
+        PLAIN, Spec, Verdict, check_bytes, ensure, expect_error, expected, fetch_and_check,
+        fetch_one, fetch_pool, key, meta, name, publication, publish, publish_one, publish_options,
         publish_plain, publish_with, release, release_now, settled,
     },
 };
 use crate::{
-    Destination, ErrorKind, FetchRequest, Publication, PublishOptions, Ready, Tensor,
-    memory::LateSource,
+    Destination, Error, ErrorKind, FetchRequest, Publication, PublishOptions, Ready, Result,
+    SampleKey, Tensor, Writer, memory::LateSource,
 };
 
 pub(super) async fn a_duplicate_key_undoes_the_batch(pair: &mut Pair) -> Verdict {
@@ -82,18 +82,12 @@ pub(super) async fn a_key_is_free_after_its_release(pair: &mut Pair) -> Verdict 
 
 pub(super) async fn replacing_shows_the_new_bytes(pair: &mut Pair) -> Verdict {
     let before = pair.publisher.health().await?;
-    let old = publish_plain(pair, "replaced", 1).await?;
+    publish_plain(pair, "replaced", 1).await?;
     let new = replace(pair, "replaced", 2).await?;
     fetch_and_check(&pair.consumer, &new, 2).await?;
     // A key that did not exist may be replaced as well.
     let fresh = replace(pair, "fresh", 3).await?;
     fetch_and_check(&pair.consumer, &fresh, 3).await?;
-    // The old life must not pass for the new one.
-    if old.features.values().all(|f| f.seq.is_some()) {
-        let kinds = &[ErrorKind::Stale, ErrorKind::NotFound];
-        let result = fetch_pool(&pair.consumer, &old).await;
-        expect_error("fetching what was replaced and held by nobody", result, kinds, &["key"])?;
-    }
     let report = release(&pair.consumer, &[&new, &fresh]).await?;
     ensure!(report.released + report.unconfirmed == 2, "both were held, but: {report:?}");
     settled("all three lives went", &pair.publisher, |h| {
@@ -103,6 +97,19 @@ pub(super) async fn replacing_shows_the_new_bytes(pair: &mut Pair) -> Verdict {
     })
     .await?;
     Ok(())
+}
+
+pub(super) async fn a_replaced_life_cannot_be_fetched(pair: &mut Pair) -> Verdict {
+    let old = publish_plain(pair, "replaced", 1).await?;
+    let new = replace(pair, "replaced", 2).await?;
+    let kinds = &[ErrorKind::Stale, ErrorKind::NotFound];
+    // Before and after the consumer has seen the new life.
+    for _ in 0..2 {
+        let result = fetch_pool(&pair.consumer, &old).await;
+        expect_error("fetching what was replaced and held by nobody", result, kinds, &["key"])?;
+        fetch_and_check(&pair.consumer, &new, 2).await?;
+    }
+    release_now(&pair.consumer, &new).await
 }
 
 pub(super) async fn the_replaced_life_drains(pair: &mut Pair) -> Verdict {
@@ -201,6 +208,73 @@ pub(super) async fn an_event_that_does_not_happen_undoes_the_batch(pair: &mut Pa
     let descriptor = publish_plain(pair, "beside", 2).await?;
     fetch_and_check(&pair.consumer, &descriptor, 2).await?;
     release_now(&pair.consumer, &descriptor).await
+}
+
+pub(super) async fn a_writer_writes_where_it_is_read(pair: &mut Pair) -> Verdict {
+    const EMPTY: Spec<'static> = ("nothing", crate::Dtype::Int32, &[0, 4]);
+    let specs: Vec<_> = PLAIN.iter().copied().chain([EMPTY]).collect();
+    let written = written(&key("written"), &specs, Pattern::of("written", &specs, 1, None));
+    let beside = publication(&key("beside"), PLAIN, 1);
+    for descriptor in publish(pair, vec![written, beside]).await? {
+        fetch_and_check(&pair.consumer, &descriptor, 1).await?;
+        release_now(&pair.consumer, &descriptor).await?;
+    }
+    Ok(())
+}
+
+pub(super) async fn a_writer_that_fails_undoes_the_batch(pair: &mut Pair) -> Verdict {
+    let before = pair.publisher.health().await?;
+    let beside = publication(&key("beside"), PLAIN, 1);
+    let pattern = Pattern::of("failing", PLAIN, 1, Some("out of paper"));
+    let batch = vec![beside, written(&key("failing"), PLAIN, pattern)];
+    let result = pair.publisher.publish(batch, publish_options()).await;
+    expect_error("publishing what cannot be written", result, &[ErrorKind::Corrupt], &[])?;
+    settled("every byte placed is free again", &pair.publisher, |h| {
+        h.arena_free_bytes == before.arena_free_bytes
+            && h.reserved_bytes == before.reserved_bytes
+            && h.resident_samples == before.resident_samples
+    })
+    .await?;
+    // Both keys are free as well.
+    let pattern = Pattern::of("failing", PLAIN, 2, None);
+    let batch =
+        vec![publication(&key("beside"), PLAIN, 2), written(&key("failing"), PLAIN, pattern)];
+    for descriptor in publish(pair, batch).await? {
+        fetch_and_check(&pair.consumer, &descriptor, 2).await?;
+        release_now(&pair.consumer, &descriptor).await?;
+    }
+    Ok(())
+}
+
+/// Writes what [`publication`] would copy, or fails half-way.
+#[derive(Debug)]
+struct Pattern {
+    tensors: Vec<Vec<u8>>,
+    failure: Option<&'static str>,
+}
+
+impl Pattern {
+    fn of(sample: &str, specs: &[Spec<'_>], salt: u64, failure: Option<&'static str>) -> Self {
+        let bytes = |spec: &Spec<'_>| expected(&key(sample), spec.0, salt, meta(spec).nbytes());
+        Self { tensors: specs.iter().map(bytes).collect(), failure }
+    }
+}
+
+impl Writer for Pattern {
+    fn write(&self, destinations: &mut [&mut [u8]]) -> Result<()> {
+        for (bytes, destination) in self.tensors.iter().zip(destinations) {
+            destination.copy_from_slice(bytes);
+            if let Some(why) = self.failure {
+                return Err(Error::new(ErrorKind::Corrupt, "write", why));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn written(key: &SampleKey, specs: &[Spec<'_>], pattern: Pattern) -> Publication {
+    let tensors = specs.iter().map(|spec| (name(spec.0), meta(spec))).collect();
+    Publication::written(key.clone(), tensors, Arc::new(pattern))
 }
 
 async fn replace(pair: &Pair, sample: &str, salt: u64) -> Verdict<Arc<crate::Descriptor>> {

@@ -9,6 +9,24 @@ use super::{
 };
 use crate::{ErrorKind, ReleaseReport};
 
+pub(super) async fn letting_go_frees_nothing(pair: &mut Pair) -> Verdict {
+    let descriptor = publish_plain(pair, "let go", 1).await?;
+    // Not held at all, and then held.
+    pair.consumer.let_go(vec![descriptor.clone()]).await?;
+    for _ in 0..3 {
+        fetch_and_check(&pair.consumer, &descriptor, 1).await?;
+        pair.consumer.let_go(vec![descriptor.clone()]).await?;
+    }
+    fetch_and_check(&pair.consumer, &descriptor, 1).await?;
+    let health = pair.publisher.health().await?;
+    ensure!(health.resident_samples == 1, "{} samples are resident", health.resident_samples);
+    pair.consumer.let_go(vec![descriptor.clone()]).await?;
+    release_now(&pair.consumer, &descriptor).await?;
+    settled("the sample went", &pair.publisher, |h| h.resident_samples == 0).await?;
+    pair.consumer.let_go(vec![descriptor]).await?; // gone: nothing happens
+    Ok(())
+}
+
 pub(super) async fn release_is_idempotent(pair: &mut Pair) -> Verdict {
     let descriptor = publish_plain(pair, "idempotent", 1).await?;
     fetch_and_check(&pair.consumer, &descriptor, 1).await?;

@@ -247,6 +247,7 @@ const ROOMY: Setup = Setup::new(4 * MIB);
 const LARGE: Setup = Setup::new(64 * MIB);
 /// An arena that a few tensors fill.
 const SMALL: Setup = Setup::new(256 * KIB);
+const TWO_IN_A_SMALL_ARENA: Setup = Setup { second_consumer: true, ..SMALL };
 const TWO_CONSUMERS: Setup = Setup { second_consumer: true, ..ROOMY };
 const OLDER_PEER: Setup = Setup { older_peer: true, ..ROOMY };
 const SLOW: Setup = Setup { transfer_delay: Duration::from_millis(400), ..LARGE };
@@ -278,6 +279,12 @@ suite! { ($)
         needs Need::Views;
     destinations::views_are_unmoved_by_other_samples:
         "a held view stays the same while other samples come and go", SMALL, needs Need::Views;
+    destinations::a_release_waits_for_views:
+        "a released sample stays what it is, and counted, until its last view is dropped", SMALL,
+        needs Need::Views, Need::StalenessChecked;
+    destinations::a_view_outlives_its_consumer:
+        "closing a consumer does not change what its views show", TWO_IN_A_SMALL_ARENA,
+        needs Need::Views, Need::StalenessChecked, Need::Hook(Hook::SecondConsumer);
     destinations::pool_memory_outlives_the_release:
         "what was fetched into the pool stays the same after its release", SMALL;
     destinations::own_regions_come_back_filled:
@@ -305,7 +312,10 @@ suite! { ($)
     publishing::a_key_is_free_after_its_release:
         "a released key can be published again", ROOMY;
     publishing::replacing_shows_the_new_bytes:
-        "replace makes the new bytes readable and the old ones unreadable", ROOMY;
+        "replace makes the new bytes readable", ROOMY;
+    publishing::a_replaced_life_cannot_be_fetched:
+        "the descriptor of a replaced life does not pass for the new one", ROOMY,
+        needs Need::StalenessChecked;
     publishing::the_replaced_life_drains:
         "a held life that was replaced goes when its holder lets go", ROOMY,
         needs Need::StalenessChecked;
@@ -322,6 +332,13 @@ suite! { ($)
     publishing::published_bytes_are_a_copy_of_their_own:
         "sources may go as soon as publish returns", ROOMY;
 
+    publishing::a_writer_writes_where_it_is_read:
+        "a writer brings every byte once, beside samples with data", ROOMY;
+    publishing::a_writer_that_fails_undoes_the_batch:
+        "an error of a writer ends the publish and leaves nothing", ROOMY;
+
+    releasing::letting_go_frees_nothing:
+        "a sample that its reader let go is still there to fetch and to release", ROOMY;
     releasing::release_is_idempotent:
         "the second release of a sample reports it as already gone", ROOMY,
         needs Need::StalenessChecked;
@@ -382,6 +399,9 @@ suite! { ($)
     peers::a_stranger_cannot_take_memory_from_a_holder:
         "a release by another client never takes what a client holds", TWO_CONSUMERS,
         needs Need::Hook(Hook::SecondConsumer);
+    peers::what_drains_goes_when_it_is_let_go:
+        "a sample that somebody else released goes when its reader lets go", TWO_CONSUMERS,
+        needs Need::Hook(Hook::SecondConsumer), Need::StalenessChecked;
     peers::a_replaced_life_waits_for_all_holders:
         "a replaced life goes with the last of its holders", TWO_CONSUMERS,
         needs Need::Hook(Hook::SecondConsumer), Need::StalenessChecked;

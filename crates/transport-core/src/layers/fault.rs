@@ -360,6 +360,10 @@ impl Transport for FaultTransport {
         self.layer.strike(Operation::Release).run(self.inner.release(releases)).await
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        self.inner.let_go(samples).await
+    }
+
     async fn health(&self) -> Result<Health> {
         self.layer.strike(Operation::Health).run(self.inner.health()).await
     }

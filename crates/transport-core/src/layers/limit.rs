@@ -165,6 +165,10 @@ impl Transport for Limit {
         self.inner.release(releases).await
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        self.inner.let_go(samples).await
+    }
+
     async fn health(&self) -> Result<Health> {
         self.inner.health().await
     }

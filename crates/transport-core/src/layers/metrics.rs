@@ -270,6 +270,10 @@ impl Transport for Metrics {
         self.run(Operation::Release, self.inner.release(releases), |_| size).await
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        self.inner.let_go(samples).await
+    }
+
     async fn health(&self) -> Result<Health> {
         self.run(Operation::Health, self.inner.health(), |_| Size::default()).await
     }

@@ -225,6 +225,10 @@ impl Transport for Retry {
         self.run(Operation::Release, self.layer.bound, attempt).await
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        self.inner.let_go(samples).await
+    }
+
     async fn health(&self) -> Result<Health> {
         self.run(Operation::Health, self.layer.bound, |_| self.inner.health()).await
     }

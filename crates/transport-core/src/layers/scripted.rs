@@ -130,6 +130,10 @@ impl Transport for Scripted {
         Ok(ReleaseReport { released: releases.len() as u64, ..ReleaseReport::default() })
     }
 
+    async fn let_go(&self, _: Vec<Arc<Descriptor>>) -> Result<()> {
+        Ok(())
+    }
+
     async fn health(&self) -> Result<Health> {
         self.step(Operation::Health, None).await?;
         Ok(Health::default())

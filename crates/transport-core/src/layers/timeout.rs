@@ -121,6 +121,11 @@ impl Transport for Timeout {
         self.run(Operation::Release, bound, self.inner.release(releases)).await
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        let bound = self.of(Operation::Release);
+        self.run(Operation::Release, bound, self.inner.let_go(samples)).await
+    }
+
     async fn health(&self) -> Result<Health> {
         self.run(Operation::Health, self.of(Operation::Health), self.inner.health()).await
     }

@@ -96,6 +96,11 @@ impl Transport for Trace {
         Self::run(span, self.inner.release(releases)).await
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        let span = tracing::debug_span!("let_go", scheme = self.scheme(), samples = samples.len());
+        Self::run(span, self.inner.let_go(samples)).await
+    }
+
     async fn health(&self) -> Result<Health> {
         let span = tracing::debug_span!("health", scheme = self.scheme());
         Self::run(span, self.inner.health()).await

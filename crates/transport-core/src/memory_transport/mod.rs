@@ -366,6 +366,12 @@ impl Transport for MemoryTransport {
         self.note(self.try_release(releases).await)
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        self.check_open("let go")?;
+        self.shared.store.let_go(&self.client, &samples);
+        Ok(())
+    }
+
     async fn health(&self) -> Result<Health> {
         self.check_open("health")?;
         let shared = &*self.shared;
@@ -386,6 +392,7 @@ impl Transport for MemoryTransport {
             released_samples,
             duplicate_frees,
             stale_frees,
+            deferred_samples: tally.deferred_samples.load(Ordering::SeqCst),
             host_payload_bytes: shared.copied_bytes.load(Ordering::SeqCst),
             quarantined_bytes: shared.transfers.quarantined_bytes(),
             connected_peers: shared.clients.load(Ordering::SeqCst),
@@ -504,13 +511,17 @@ impl Shared {
             event.wait(deadline.remaining())?;
         }
         let units = units(&publication).expect("reserved before");
+        let mut regions = Vec::with_capacity(publication.tensors.len());
+        for tensor in publication.tensors.values() {
+            regions.push(RegionMut::zeroed(tensor.data.len())?);
+        }
+        let bytes = |region| RegionMut::as_mut_bytes(region).expect("heap memory");
+        let mut destinations: Vec<_> = regions.iter_mut().map(bytes).collect();
+        publication.write_into(&mut destinations)?;
         let sample = publication.sample;
-        let mut objects = IndexMap::with_capacity(publication.tensors.len());
-        for (name, tensor) in publication.tensors {
-            let mut region = RegionMut::zeroed(tensor.data.len())?;
-            let source = tensor.data.as_bytes().expect("checked to be host memory");
-            region.as_mut_bytes().expect("heap memory").copy_from_slice(source);
-            self.copied_bytes.fetch_add(source.len() as u64, Ordering::SeqCst);
+        let mut objects = IndexMap::with_capacity(regions.len());
+        for ((name, tensor), region) in publication.tensors.into_iter().zip(regions) {
+            self.copied_bytes.fetch_add(region.len() as u64, Ordering::SeqCst);
             let key = sample.object(&name);
             objects.insert(name, (key, tensor.meta, region.freeze()));
         }

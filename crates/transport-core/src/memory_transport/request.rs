@@ -15,12 +15,13 @@ pub(super) fn check_sources(batch: &[Publication]) -> Result<()> {
             return Err(Error::new(ErrorKind::InvalidInput, "publish", why)
                 .with("sample", &publication.sample));
         }
+        if let Some(name) = publication.unreachable() {
+            let why = "the source is device memory";
+            return Err(Error::new(ErrorKind::Unsupported, "publish", why)
+                .with("key", publication.sample.object(name)));
+        }
         for (name, tensor) in &publication.tensors {
             let key = || publication.sample.object(name);
-            if !tensor.data.kind().is_host() {
-                let why = "the source is device memory";
-                return Err(Error::new(ErrorKind::Unsupported, "publish", why).with("key", key()));
-            }
             if tensor.data.len() as u64 != tensor.meta.nbytes() {
                 let why = "the bytes do not fit element type and shape";
                 return Err(Error::new(ErrorKind::InvalidInput, "publish", why)

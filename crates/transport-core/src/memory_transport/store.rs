@@ -1,10 +1,10 @@
 //! What is published: keys, lives, holds and counters, behind one lock.
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -40,6 +40,7 @@ pub(super) struct Tally {
     pub(super) released_samples: AtomicU64,
     pub(super) resident_bytes: AtomicU64,
     pub(super) reserved_bytes: AtomicU64,
+    pub(super) deferred_samples: AtomicU64,
 }
 
 impl Life {
@@ -95,8 +96,26 @@ struct Entry {
     let_go: HashSet<ClientId>,
 }
 
+/// What one hold of a client has given out: whoever reads the bytes has an `Arc` of it.
+struct Reads {
+    _life: Arc<Life>,
+    tally: Arc<Tally>,
+    /// The hold was released while they went on.
+    deferred: AtomicBool,
+}
+
+impl Drop for Reads {
+    fn drop(&mut self) {
+        if *self.deferred.get_mut() {
+            self.tally.deferred_samples.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
 #[derive(Default)]
 struct Hold {
+    /// The views and copies of this hold, while there are any.
+    reads: Weak<Reads>,
     confirmed: bool,
     /// Fetches under way; they hold the sample until they succeed or fail.
     pending: u32,
@@ -237,7 +256,7 @@ impl Store {
             self.tally.published_samples.fetch_add(1, Ordering::SeqCst);
             self.tally.resident_bytes.fetch_add(nbytes, Ordering::SeqCst);
             let life = Life { objects, nbytes, tally: self.tally.clone(), _room: sample.room };
-            let held = Hold { confirmed: true, pending: 0 };
+            let held = Hold { confirmed: true, ..Hold::default() };
             let entry = Entry {
                 life: Arc::new(life),
                 draining: false,
@@ -260,24 +279,27 @@ impl Store {
         requests: &[(&Descriptor, Vec<&FeatureName>)],
     ) -> Result<(Vec<Vec<RegionSlice>>, PendingHolds)> {
         let mut state = self.state.lock();
-        let mut lives = BTreeSet::new();
+        let mut lives = BTreeMap::new();
         let mut found = Vec::with_capacity(requests.len());
         for (descriptor, names) in requests {
             let mut sources = Vec::with_capacity(names.len());
             for name in names {
                 let id = state.locate(self.epoch, client, descriptor, name)?;
-                let life = &state.lives[&id].life;
-                let object = life.objects.get(*name).expect("located by the key of this name");
+                let entry = &state.lives[&id];
+                let object =
+                    entry.life.objects.get(*name).expect("located by the key of this name");
                 check_promise(object, &descriptor.features[*name])?;
-                sources.push(object.data.clone().keeping(life.clone()));
-                lives.insert(id);
+                let reads = lives.entry(id).or_insert_with(|| entry.reads(client));
+                sources.push(object.data.clone().keeping(reads.clone()));
             }
             found.push(sources);
         }
-        for id in &lives {
+        for (id, reads) in &lives {
             let entry = state.lives.get_mut(id).expect("just located");
-            entry.holds.entry(client.clone()).or_default().pending += 1;
+            let hold = entry.holds.entry(client.clone()).or_default();
+            (hold.reads, hold.pending) = (Arc::downgrade(reads), hold.pending + 1);
         }
+        let lives = lives.into_keys().collect();
         Ok((found, PendingHolds { store: self.clone(), client: client.clone(), lives }))
     }
 
@@ -292,6 +314,31 @@ impl Store {
         drop(state);
         drop(gone);
         report
+    }
+
+    /// Takes back the client's holds on samples; what drains goes with the last.
+    pub(super) fn let_go(&self, client: &ClientId, samples: &[Arc<Descriptor>]) {
+        let mut state = self.state.lock();
+        let mut gone = Vec::new(); // dropped after the lock
+        for descriptor in samples {
+            let Some((name, feature)) = descriptor.features.first() else { continue };
+            let current = state.current.get(&descriptor.sample.object(name)).copied();
+            let meant = match feature.seq {
+                _ if descriptor.epoch().is_some_and(|e| e != self.epoch) => None,
+                Some(seq) => state.by_sequence.get(&seq).copied(),
+                None => current,
+            };
+            let Some(id) = meant else { continue };
+            let entry = state.lives.get_mut(&id).expect("indexed lives exist");
+            let Some(hold) = entry.holds.get_mut(client) else { continue };
+            hold.confirmed = false;
+            if hold.pending == 0 {
+                entry.holds.remove(client);
+            }
+            gone.extend(state.remove_if_unheld(id));
+        }
+        drop(state);
+        drop(gone);
     }
 
     /// Takes back every hold of a client that left; what nobody else held and nobody may read any
@@ -317,6 +364,17 @@ impl Store {
         state.by_sequence.clear();
         drop(state);
         drop(lives);
+    }
+}
+
+impl Entry {
+    /// What the client's hold has given out, or will.
+    fn reads(&self, client: &ClientId) -> Arc<Reads> {
+        let known = self.holds.get(client).and_then(|hold| hold.reads.upgrade());
+        known.unwrap_or_else(|| {
+            let (life, tally) = (self.life.clone(), self.life.tally.clone());
+            Arc::new(Reads { _life: life, tally, deferred: AtomicBool::new(false) })
+        })
     }
 }
 
@@ -399,12 +457,20 @@ impl State {
             return None;
         };
         let entry = self.lives.get_mut(&id).expect("indexed lives exist");
-        let held = entry.holds.remove(client).is_some();
+        let hold = entry.holds.remove(client);
+        let held = hold.is_some();
         if !held && (entry.draining || entry.let_go.contains(client)) {
             not_ours(report);
             return None;
         }
-        report.released += 1;
+        match hold.and_then(|hold| hold.reads.upgrade()) {
+            Some(reads) => {
+                reads.deferred.store(true, Ordering::SeqCst);
+                reads.tally.deferred_samples.fetch_add(1, Ordering::SeqCst);
+                report.deferred += 1;
+            }
+            None => report.released += 1,
+        }
         entry.let_go.insert(client.clone());
         if held && !entry.holds.is_empty() {
             return None; // others still hold it: it stays as it is

@@ -58,7 +58,7 @@ async fn a_view_that_outlives_its_release_keeps_its_room() {
     let owner = owner(4096);
     let descriptor = publish(&owner, sample("x", 4096)).await;
     let fetched = view(&owner, &descriptor).await.unwrap();
-    assert_eq!(owner.release(vec![descriptor.into()]).await.unwrap().released, 1);
+    assert_eq!(owner.release(vec![descriptor.into()]).await.unwrap().deferred, 1);
     assert_eq!(free(&owner).await, 0);
     let part = fetched.tensors[0].data.slice(100..101).unwrap();
     drop(fetched);

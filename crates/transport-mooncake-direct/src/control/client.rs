@@ -11,12 +11,12 @@ use std::{
 
 use control_proto::{
     Secret,
-    control::{Limits, ServerHello},
+    control::{Limits, Objects, ServerHello},
 };
 use crossbeam_channel::bounded;
 use parking_lot::Mutex;
 use transport_core::{
-    ClientId, Descriptor, Epoch, Error, ErrorKind, Health, Result, Sequence, SessionName,
+    ClientId, Descriptor, Epoch, Error, ErrorKind, Health, MapMark, Result, Sequence, SessionName,
 };
 
 use super::{
@@ -47,6 +47,8 @@ pub struct ControlOptions {
     pub max_outstanding: usize,
     /// Bounds on lines.
     pub limits: Limits,
+    /// The mark under which the client maps the server's memory, if it does.
+    pub mapping: Option<MapMark>,
 }
 
 impl ControlOptions {
@@ -61,6 +63,7 @@ impl ControlOptions {
             attempts: 5,
             max_outstanding: 1_000_000,
             limits: Limits::default(),
+            mapping: None,
         }
     }
 }
@@ -229,6 +232,22 @@ impl ControlClient {
         self.send([Item::Ask(Ask { question, deadline, reply: None })]);
     }
 
+    /// Gives the claims on all objects of a sample back; nobody waits for it.
+    pub(crate) fn unhold_sample(&self, epoch: Epoch, sample: &Descriptor) {
+        let objects: Vec<_> = sample
+            .features
+            .iter()
+            .map(|(name, feature)| ClaimObject {
+                key: sample.sample.object(name).shared(),
+                seq: feature.seq,
+                range: None,
+            })
+            .collect();
+        for part in objects.chunks(Objects::PER_LINE) {
+            self.unhold_later(epoch, part.to_vec());
+        }
+    }
+
     /// Hands the frees of samples of life `epoch` over, and returns at once.
     ///
     /// Without an epoch they go as lists of keys, which no server answers. Fails with
@@ -253,13 +272,26 @@ impl ControlClient {
             .with("limit", limit)
             .remedy("check that the capture server can be reached, then release again"));
         }
-        let ticket = FreeTicket::new(samples, epoch);
         if shared.closing.load(Ordering::Relaxed) {
             shared.outstanding.fetch_sub(objects, Ordering::Relaxed);
             return Err(closed());
         }
+        Ok(self.queue_frees(samples, epoch))
+    }
+
+    /// Hands over the free of a sample that was released before; it is not refused, so that no
+    /// sample is forgotten, and there are no more of them than there were views.
+    pub(crate) fn free_deferred(&self, sample: Arc<Descriptor>, epoch: Epoch) {
+        if !self.shared.closing.load(Ordering::Relaxed) {
+            self.shared.outstanding.fetch_add(sample.features.len(), Ordering::Relaxed);
+            self.queue_frees(vec![sample], Some(epoch));
+        }
+    }
+
+    fn queue_frees(&self, samples: Vec<Arc<Descriptor>>, epoch: Option<Epoch>) -> FreeTicket {
+        let ticket = FreeTicket::new(samples, epoch);
         self.send(lines(ticket.batch()).map(Item::Free).collect::<Vec<_>>());
-        Ok(ticket)
+        ticket
     }
 
     /// Asks the server for its health.

@@ -10,7 +10,7 @@ use rustix::{
     io::Errno,
     net::{RecvFlags, SendFlags},
 };
-use transport_core::ClientId;
+use transport_core::{ClientId, MapMark};
 
 /// Answers of the arena that may be outstanding before no more is read.
 const MAX_INFLIGHT: usize = 1024;
@@ -44,6 +44,7 @@ pub(super) struct Peer {
 pub(super) struct Client {
     pub(super) id: ClientId,
     pub(super) lease: Duration,
+    pub(super) mark: Option<MapMark>,
     pub(super) seen: Instant,
     /// When the arena was last told.
     pub(super) told: Instant,

@@ -19,7 +19,7 @@ use rustix::{
     event::{Timespec, epoll},
     io::Errno,
 };
-use transport_core::{ClientId, Error, ErrorKind, Health, Result, SessionName};
+use transport_core::{ClientId, Error, ErrorKind, Health, Result, Seldom, SessionName};
 
 mod obey;
 
@@ -29,7 +29,7 @@ use super::{
     peer::{Client, Input, Peer, Watched},
 };
 use crate::{
-    net::{Seldom, Waker, listen},
+    net::{Waker, listen},
     tcp::advertised,
 };
 
@@ -413,13 +413,21 @@ impl Poller {
         let counters = &self.shared.counters;
         counters.connections.fetch_sub(1, Ordering::Relaxed);
         let Some(client) = &peer.client else { return };
-        let Some(connections) = self.clients.get_mut(&client.id) else { return };
-        *connections -= 1;
-        if *connections == 0 {
-            self.clients.remove(&client.id);
-            counters.clients.fetch_sub(1, Ordering::Relaxed);
+        if self.one_less(&client.id) {
             self.arena.client_lost(&client.id);
         }
+    }
+
+    /// Counts a connection of a client that ends; true for its last.
+    fn one_less(&mut self, client: &ClientId) -> bool {
+        let Some(connections) = self.clients.get_mut(client) else { return false };
+        *connections -= 1;
+        let last = *connections == 0;
+        if last {
+            self.clients.remove(client);
+            self.shared.counters.clients.fetch_sub(1, Ordering::Relaxed);
+        }
+        last
     }
 
     /// Tells the arena that a client lives; not at every line, but often enough.
@@ -428,7 +436,7 @@ impl Poller {
         client.seen = Instant::now();
         if client.seen - client.told >= client.lease / 16 {
             client.told = client.seen;
-            self.arena.client_seen(&client.id, client.lease);
+            self.arena.client_seen(&client.id, client.lease, client.mark);
         }
     }
 

@@ -122,7 +122,9 @@ impl Worker {
         let mode = if self.older_server {
             Mode::OneWay
         } else {
-            let hello = Hello::new(options.client.clone(), options.lease, options.token.clone());
+            let mut hello =
+                Hello::new(options.client.clone(), options.lease, options.token.clone());
+            hello.mapping = options.mapping;
             write_hello(link.out(), &hello);
             self.greeted = Some(now);
             Mode::Greeting { until: now + options.hello_timeout }
@@ -282,6 +284,11 @@ impl Worker {
             Code::LeaseExpired => {
                 self.lapsed = true;
                 Err(error(ErrorKind::PeerGone, "the server took this client for dead"))
+            }
+            Code::ClientInUse => {
+                Err(error(ErrorKind::Busy, "the server knows another such client").remedy(
+                    "give each transport a client id of its own, or end the other one first",
+                ))
             }
             _ => {
                 self.shared.protocol_errors.fetch_add(1, Ordering::Relaxed);

@@ -16,9 +16,9 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
 };
-use transport_core::{Error, Result};
+use transport_core::{Error, Result, Seldom};
 
-use super::{AllowList, Conn, Seldom, Waker};
+use super::{AllowList, Conn, Waker};
 
 /// How long no connection is accepted after one could not be: most likely there are no descriptors
 /// left, and others must end first.

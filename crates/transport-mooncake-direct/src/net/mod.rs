@@ -4,14 +4,12 @@ mod acceptor;
 mod allow;
 mod connect;
 mod io;
-mod seldom;
 mod waker;
 
 pub(crate) use acceptor::{Acceptor, AcceptorConfig};
 pub use allow::{AllowList, Cidr};
 pub(crate) use connect::connect;
 pub(crate) use io::{Conn, Received, Until};
-pub(crate) use seldom::Seldom;
 pub(crate) use waker::Waker;
 
 use std::net::{SocketAddr, TcpListener};

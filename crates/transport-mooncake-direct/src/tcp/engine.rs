@@ -441,7 +441,7 @@ fn covers(instance: &Instance, op: &ReadOp) -> bool {
     op.dst.is_empty() || instance.metadata.covers(op.address, op.dst.len() as u64)
 }
 
-fn outside(session: &SessionName, op: &ReadOp) -> Error {
+pub(crate) fn outside(session: &SessionName, op: &ReadOp) -> Error {
     Error::new(ErrorKind::OutOfRange, "read", "the range lies outside the peer's memory")
         .with("peer", session)
         .with("address", format_args!("{:#x}", op.address.0))

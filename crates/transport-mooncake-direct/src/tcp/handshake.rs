@@ -34,11 +34,11 @@ pub(super) fn answer(
             Notify { name: own.name.clone(), notify_msg: String::new() }.to_json()
         }
         Some(Kind::Probe) => ProbeReply::success().to_json(),
-        Some(Kind::Connection) => refusal(),
+        Some(Kind::Connection) => refusal(&own.protocol),
         // The first generation tells its requests apart by what is in them.
         None => match SegmentDescriptor::parse(request.json) {
             Ok(peer) if !peer.protocol.is_empty() || !peer.buffers.is_empty() => own.to_json(),
-            _ => refusal(),
+            _ => refusal(&own.protocol),
         },
     };
     let mut out = Vec::with_capacity(reply.len() + LENGTH_BYTES + 1);
@@ -46,12 +46,12 @@ pub(super) fn answer(
     conn.send_all(&out, until).map_err(|e| failed(OPERATION, e))
 }
 
-fn refusal() -> String {
-    Connection::refuse("this peer serves tcp only").to_json()
+fn refusal(protocol: &str) -> String {
+    Connection::refuse(format!("this peer serves {protocol} only")).to_json()
 }
 
 /// Asks the peer at `session` what it says about itself.
-pub(super) fn fetch_metadata(
+pub(crate) fn fetch_metadata(
     session: &SessionName,
     own: &SegmentDescriptor,
     deadline: Instant,

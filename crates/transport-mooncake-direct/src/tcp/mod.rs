@@ -16,7 +16,10 @@ mod serve;
 mod server;
 mod window;
 
+pub(crate) use engine::{ReadError, outside};
 pub use engine::{ReadOp, ReadOptions, TcpEngine, TcpOptions, TcpStats};
+pub(crate) use handshake::fetch_metadata;
+pub(crate) use peer::check_epoch;
 pub(crate) use server::advertised;
 pub use server::{DataServer, DataServerConfig, DataServerStats};
 pub use window::WriteWindow;

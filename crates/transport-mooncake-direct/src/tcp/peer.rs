@@ -160,7 +160,7 @@ impl Peer {
 }
 
 /// Compares the life that answers with the one that is meant.
-pub(super) fn check_epoch(
+pub(crate) fn check_epoch(
     session: &SessionName,
     expected: Option<Epoch>,
     found: Option<Epoch>,

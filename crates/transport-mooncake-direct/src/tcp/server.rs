@@ -62,7 +62,9 @@ impl Default for DataServerConfig {
 pub struct DataServer {
     session: SessionName,
     handshake: Acceptor,
-    data: Acceptor,
+    data: Option<Acceptor>, // none where only devices can reach the memory
+    #[cfg(feature = "cuda")]
+    fds: Option<crate::device::FdServer>,
     counters: Arc<Counters>,
 }
 
@@ -94,17 +96,42 @@ pub struct DataServerStats {
 
 impl DataServer {
     /// Starts serving what `arena` publishes.
+    ///
+    /// An arena in device memory is only described, for peers that open its memory themselves:
+    /// there is no data port then.
     pub fn start(arena: &Arena, config: &DataServerConfig) -> Result<Self> {
         let session_listener = listen("handshake", config.session_bind)?;
-        let data_bind =
-            config.data_bind.unwrap_or_else(|| SocketAddr::new(config.session_bind.ip(), 0));
-        let data_listener = listen("data", data_bind)?;
         let local = |l: &std::net::TcpListener| {
             l.local_addr().map_err(|e| transport_core::Error::io("listen", e))
         };
         let session = advertised(config.advertise_host.as_deref(), local(&session_listener)?)?;
-        let data_port = local(&data_listener)?.port();
         let counters = Arc::new(Counters::default());
+        #[cfg(feature = "cuda")]
+        if let Some(shared) = crate::device::Shared::of(arena, &session)? {
+            if config.data_bind.is_some() || config.writable.is_some() {
+                return Err(transport_core::Error::new(
+                    transport_core::ErrorKind::ConfigInvalid,
+                    "start data server",
+                    "an arena in device memory has no data port",
+                )
+                .remedy("set neither the port that bytes are served at nor memory to write"));
+            }
+            let handshake =
+                Self::answers(session_listener, shared.descriptor, config, counters.clone())?;
+            return Ok(Self { session, handshake, data: None, fds: shared.fds, counters });
+        }
+        if !arena.backing().kind().is_host() {
+            return Err(transport_core::Error::new(
+                transport_core::ErrorKind::Unsupported,
+                "start data server",
+                "this build cannot serve device memory",
+            )
+            .remedy("build with the feature `cuda`"));
+        }
+        let data_bind =
+            config.data_bind.unwrap_or_else(|| SocketAddr::new(config.session_bind.ip(), 0));
+        let data_listener = listen("data", data_bind)?;
+        let data_port = local(&data_listener)?.port();
 
         let mut buffers =
             vec![handshake::Buffer::new(arena.base(), arena.capacity(), session.to_string())];
@@ -121,24 +148,7 @@ impl DataServer {
             featurestore_epoch: Some(arena.epoch()),
             ..handshake::SegmentDescriptor::default()
         };
-        let acceptor = |name, max_connections| AcceptorConfig {
-            name,
-            max_connections,
-            allow: config.allow.clone(),
-        };
-
-        let (stall, counted) = (config.stall, counters.clone());
-        let handshake = Acceptor::start(
-            session_listener,
-            acceptor("fs-handshake", config.max_handshakes),
-            move |conn, peer, stop| match answer(conn, &descriptor, stall, stop) {
-                Ok(()) => Counters::add(&counted.handshakes, 1),
-                Err(error) => {
-                    tracing::debug!(%peer, %error, "handshake failed");
-                    counted.failed(&error);
-                }
-            },
-        )?;
+        let handshake = Self::answers(session_listener, descriptor, config, counters.clone())?;
 
         let bounds =
             Bounds { idle: config.idle, stall: config.stall, max_transfer: config.max_transfer };
@@ -146,7 +156,7 @@ impl DataServer {
         let counted = counters.clone();
         let data = Acceptor::start(
             data_listener,
-            acceptor("fs-data", config.max_connections),
+            acceptor("fs-data", config.max_connections, config),
             move |conn, peer, stop| {
                 let served = Served {
                     exports: &exports,
@@ -160,7 +170,35 @@ impl DataServer {
                 }
             },
         )?;
-        Ok(Self { session, handshake, data, counters })
+        Ok(Self {
+            session,
+            handshake,
+            data: Some(data),
+            #[cfg(feature = "cuda")]
+            fds: None,
+            counters,
+        })
+    }
+
+    /// Starts answering handshakes with `descriptor`.
+    fn answers(
+        listener: std::net::TcpListener,
+        descriptor: handshake::SegmentDescriptor,
+        config: &DataServerConfig,
+        counters: Arc<Counters>,
+    ) -> Result<Acceptor> {
+        let stall = config.stall;
+        Acceptor::start(
+            listener,
+            acceptor("fs-handshake", config.max_handshakes, config),
+            move |conn, peer, stop| match answer(conn, &descriptor, stall, stop) {
+                Ok(()) => Counters::add(&counters.handshakes, 1),
+                Err(error) => {
+                    tracing::debug!(%peer, %error, "handshake failed");
+                    counters.failed(&error);
+                }
+            },
+        )
     }
 
     /// Name under which peers reach it.
@@ -168,18 +206,19 @@ impl DataServer {
         &self.session
     }
 
-    /// Address of the data port.
-    pub fn data_address(&self) -> SocketAddr {
-        self.data.address()
+    /// Address of the data port; none for an arena in device memory.
+    pub fn data_address(&self) -> Option<SocketAddr> {
+        self.data.as_ref().map(Acceptor::address)
     }
 
     /// What it has done so far.
     pub fn stats(&self) -> DataServerStats {
         use std::sync::atomic::Ordering::Relaxed;
         let counters = &self.counters;
+        let (open, refused) = self.data.as_ref().map_or((0, 0), |d| (d.open(), d.refused()));
         DataServerStats {
-            connections: self.data.open() as u64,
-            refused_connections: self.data.refused() + self.handshake.refused(),
+            connections: open as u64,
+            refused_connections: refused + self.handshake.refused() + self.refused_fds(),
             reads: counters.reads.load(Relaxed),
             read_bytes: counters.read_bytes.load(Relaxed),
             writes: counters.writes.load(Relaxed),
@@ -194,8 +233,30 @@ impl DataServer {
     /// Ends every connection and joins every thread. Idempotent.
     pub fn close(&self) {
         self.handshake.close();
-        self.data.close();
+        if let Some(data) = &self.data {
+            data.close();
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(fds) = &self.fds {
+            fds.close();
+        }
     }
+
+    fn refused_fds(&self) -> u64 {
+        #[cfg(feature = "cuda")]
+        let refused = self.fds.as_ref().map_or(0, |fds| fds.stats().refused);
+        #[cfg(not(feature = "cuda"))]
+        let refused = 0;
+        refused
+    }
+}
+
+fn acceptor(
+    name: &'static str,
+    max_connections: usize,
+    config: &DataServerConfig,
+) -> AcceptorConfig {
+    AcceptorConfig { name, max_connections, allow: config.allow.clone() }
 }
 
 /// The name under which a bound listener is reached.

@@ -1,17 +1,22 @@
 //! Putting a transport together.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64},
+    },
     time::Duration,
 };
 
 use capture_arena::RegionPool;
 use control_proto::{Secret, control::MAX_LEASE};
 use parking_lot::Mutex;
-use transport_core::{Capabilities, ClientId, Error, ErrorKind, Result, TransportInfo};
+use transport_core::{Capabilities, ClientId, Error, ErrorKind, MapMark, Result, TransportInfo};
 
-use super::{DirectTransport, EngineState, Inner, publishers::Publishers, transfer::Transfers};
-use crate::{CaptureSink, ControlOptions, TcpEngine, TcpOptions, workers::Workers};
+use super::{
+    DirectTransport, EngineState, Inner, publishers::Publishers, transfer::Transfers, uses::Uses,
+};
+use crate::{CaptureSink, ControlOptions, MooncakeEngine, TcpEngine, TcpOptions, workers::Workers};
 
 /// Fetches that run at a time; others wait in line.
 const MAX_FETCHES: usize = 32;
@@ -24,6 +29,9 @@ pub enum Engine {
     Shm,
     /// From any Mooncake or featurestore process, over Mooncake's tcp wire.
     Tcp,
+    /// From whatever Mooncake's own transfer engine reaches; see
+    /// [`DirectTransportBuilder::mooncake`].
+    Mooncake,
 }
 
 impl Engine {
@@ -32,6 +40,7 @@ impl Engine {
         match self {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Mooncake => "mooncake",
         }
     }
 }
@@ -46,6 +55,7 @@ pub struct DirectTransportBuilder {
     lease: Option<Duration>,
     token: Option<Secret>,
     tcp: TcpOptions,
+    mooncake: Option<MooncakeEngine>,
     control_attempts: Option<u32>,
     connect_timeout: Option<Duration>,
     reason: Option<String>,
@@ -103,6 +113,14 @@ impl DirectTransportBuilder {
         self
     }
 
+    /// The engine behind [`Engine::Mooncake`], which is closed with the transport. The pool is
+    /// registered with it.
+    #[must_use]
+    pub fn mooncake(mut self, engine: MooncakeEngine) -> Self {
+        self.mooncake = Some(engine);
+        self
+    }
+
     /// How often connecting to a control listener is tried before frees are given up. Default: 5.
     #[must_use]
     pub fn control_attempts(mut self, attempts: u32) -> Self {
@@ -144,6 +162,8 @@ impl DirectTransportBuilder {
         }
         let mut control = ControlOptions::new(self.client.unwrap_or_else(ClientId::random));
         control.token = self.token;
+        let mark = MapMark::random();
+        control.mapping = (self.engine == Some(Engine::Shm)).then_some(mark);
         if let Some(lease) = self.lease {
             if lease < Duration::from_millis(100) || lease > MAX_LEASE {
                 return Err(invalid("the lease is out of range")
@@ -163,15 +183,39 @@ impl DirectTransportBuilder {
             can.fetch = self.engine.is_some();
             can.views = self.engine == Some(Engine::Shm);
             can.cross_host = self.engine != Some(Engine::Shm);
+            // Neither engine reads it.
+            can.device_memory = self.engine.is_none()
+                && self.sink.as_ref().is_some_and(|sink| !sink.arena().backing().kind().is_host());
             can.staleness_checked = true;
             can.leases = true;
             can
         };
         let scheme = self.engine.map_or("direct", Engine::name);
         let version = env!("CARGO_PKG_VERSION");
+        let state = match self.engine {
+            None => None,
+            Some(Engine::Shm) => Some(EngineState::Shm),
+            Some(Engine::Tcp) => Some(EngineState::Tcp(TcpEngine::new(tcp))),
+            Some(Engine::Mooncake) => {
+                let engine = self.mooncake.ok_or_else(|| {
+                    invalid("no started engine of Mooncake")
+                        .remedy("start a MooncakeEngine and give it to the builder")
+                })?;
+                if let Some(pool) = &self.pool {
+                    engine.register_pool(pool)?;
+                }
+                Some(EngineState::Mooncake(engine))
+            }
+        };
         let engine = match self.engine {
             Some(Engine::Shm) => format!("featurestore shm {version}"),
             Some(Engine::Tcp) => format!("featurestore tcp {version}, Mooncake wire 1 and 2"),
+            Some(Engine::Mooncake) => match &state {
+                Some(EngineState::Mooncake(engine)) => {
+                    format!("protocol {} of {}", engine.protocol(), engine.provider())
+                }
+                _ => unreachable!("made above"),
+            },
             None => format!("featurestore sink {version}"),
         };
         let mut info = TransportInfo::new(scheme, engine, capabilities);
@@ -179,13 +223,11 @@ impl DirectTransportBuilder {
             info = info.because(reason);
         }
         let inner = Inner {
-            engine: self.engine.map(|engine| match engine {
-                Engine::Shm => EngineState::Shm,
-                Engine::Tcp => EngineState::Tcp(TcpEngine::new(tcp)),
-            }),
+            engine: state,
             pool: self.pool,
             client: control.client.clone(),
-            publishers: Publishers::new(control),
+            publishers: Publishers::new(control, mark),
+            uses: Arc::<Uses>::default(),
             transfers: Transfers::default(),
             transfer_delay: self.transfer_delay,
             host_bytes: AtomicU64::new(0),

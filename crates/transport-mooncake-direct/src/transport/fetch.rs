@@ -5,6 +5,7 @@ use std::{
     time::Instant,
 };
 
+use capture_arena::MappedBacking;
 use control_proto::control::Objects;
 use indexmap::IndexMap;
 use transport_core::{
@@ -17,11 +18,13 @@ use super::{
     publishers::{Life, Publisher},
     request::{Wanted, outside},
     transfer::Transfer,
+    uses::{InUse, Uses},
 };
 use crate::{
-    ReadOp, ReadOptions, Standing, TcpEngine,
+    ReadOp, ReadOptions, Standing,
     control::{ClaimObject, Claimed},
     shm,
+    tcp::ReadError,
 };
 
 /// Objects start at multiples of this, in bytes from the start of the arena.
@@ -36,6 +39,8 @@ struct Group {
     samples: Vec<usize>,
     /// What is known once connected; none where only the data port is used.
     life: Option<(Arc<Life>, Standing)>,
+    /// The publisher's memory, where it is read in place.
+    mapping: Option<MappedBacking>,
     /// Uses begun: the samples' sequence numbers, and whether a claim was made for this call.
     uses: Vec<Use>,
 }
@@ -44,6 +49,8 @@ struct Use {
     sample: usize,
     seqs: Vec<Option<Sequence>>,
     claimed: bool,
+    /// Keeps releases back while the sample is read in place.
+    in_use: Option<Arc<InUse>>,
 }
 
 impl Inner {
@@ -77,7 +84,7 @@ impl Inner {
             Ok(tensors) => Ok(describe(samples, &groups, tensors)),
             Err(error) => {
                 // First the memory, then the claims: nothing is read any more.
-                give_claims_back(&samples, groups);
+                give_claims_back(&samples, groups, &self.uses);
                 *self.last_error.lock() = Some(error.to_string());
                 Err(error)
             }
@@ -101,6 +108,7 @@ impl Inner {
                         epoch: arena.epoch,
                         samples: vec![i],
                         life: None,
+                        mapping: None,
                         uses: Vec::new(),
                     };
                     groups.push((&arena.control, group));
@@ -119,9 +127,14 @@ impl Inner {
         transfer: &Transfer,
     ) -> Result<Vec<Vec<Tensor>>> {
         for group in &mut *groups {
-            group.connect(samples, engine, deadline)?;
+            group.connect(samples, deadline)?;
             group.check_places(samples)?;
-            group.claim(samples, self.publishers.client_id(), deadline)?;
+            if matches!(engine, EngineState::Shm) {
+                // Before anything is claimed: the publisher sees the mapping from here on.
+                let (life, _) = group.life.as_ref().expect("shm connects");
+                group.mapping = Some(life.shared()?.mapping()?);
+            }
+            group.claim(samples, self.publishers.client_id(), &self.uses, deadline)?;
         }
         if transfer.is_stopped() {
             return Err(Error::new(ErrorKind::Closed, "fetch", "the fetch was given up"));
@@ -131,7 +144,16 @@ impl Inner {
         }
         match engine {
             EngineState::Shm => self.read_shared(samples, groups, deadline, transfer),
-            EngineState::Tcp(engine) => self.read_tcp(engine, samples, groups, deadline, transfer),
+            EngineState::Tcp(engine) => {
+                let read = |session: &_, mut ops: Vec<_>, options: &_| {
+                    engine.read_ops(session, &mut ops, options).map(|()| ops)
+                };
+                self.read_remote(read, samples, groups, deadline, transfer)
+            }
+            EngineState::Mooncake(engine) => {
+                let read = |session: &_, ops, options: &_| engine.read_ops(session, ops, options);
+                self.read_remote(read, samples, groups, deadline, transfer)
+            }
         }
     }
 
@@ -147,7 +169,8 @@ impl Inner {
         for group in groups {
             let (life, _) = group.life.as_ref().expect("shm connects");
             let arena = life.shared()?;
-            for &i in &group.samples {
+            for (used, &i) in group.uses.iter().zip(&group.samples) {
+                let in_use = used.in_use.as_ref().expect("registered with the mapping");
                 let sample = &mut samples[i];
                 for j in 0..sample.tensors.len() {
                     let (address, meta) =
@@ -157,8 +180,9 @@ impl Inner {
                     let data = if bytes == 0 {
                         destination.map_or_else(|| RegionMut::zeroed(0), Ok)?.freeze()
                     } else {
-                        let view =
-                            arena.view(address, bytes).map_err(|e| e.with("key", sample.key(j)))?;
+                        let view = arena
+                            .view(address, bytes, in_use)
+                            .map_err(|e| e.with("key", sample.key(j)))?;
                         match destination {
                             None => view,
                             Some(mut destination) => {
@@ -181,9 +205,10 @@ impl Inner {
         Ok(read)
     }
 
-    fn read_tcp(
+    /// Reads with an engine that fills destinations from one peer's memory at a time.
+    fn read_remote(
         &self,
-        engine: &TcpEngine,
+        read_ops: impl Fn(&SessionName, Vec<ReadOp>, &ReadOptions) -> Result<Vec<ReadOp>, ReadError>,
         samples: &mut [Wanted],
         groups: &[Group],
         deadline: Instant,
@@ -209,14 +234,13 @@ impl Inner {
                 let mut ops = Vec::with_capacity(batch.len() * 4);
                 for &i in batch {
                     for tensor in &mut samples[i].tensors {
-                        let region = tensor.region.take().expect("tcp gives no views");
+                        let region = tensor.region.take().expect("only shm gives views");
                         ops.push(ReadOp::new(tensor.address, region));
                     }
                 }
-                let done = engine.read_ops(&session, &mut ops, &options);
-                if let Err(failed) = done {
+                let ops = read_ops(&session, ops, &options).map_err(|failed| {
                     let key = failed.op.and_then(|op| locate(samples, batch, op));
-                    return Err(match key {
+                    match key {
                         Some((i, j)) => {
                             let (expected, address) = (
                                 samples[i].tensors[j].meta.nbytes(),
@@ -236,8 +260,8 @@ impl Inner {
                         None => {
                             failed.error.with("key", samples[batch[0]].descriptor.sample.clone())
                         }
-                    });
-                }
+                    }
+                })?;
                 let mut ops = ops.into_iter();
                 for &i in batch {
                     for tensor in &samples[i].tensors {
@@ -283,21 +307,15 @@ impl Inner {
 
 impl Group {
     /// Makes sure that the life that is meant is there. Older publishers are only read.
-    fn connect(
-        &mut self,
-        samples: &[Wanted],
-        engine: &EngineState,
-        deadline: Instant,
-    ) -> Result<()> {
+    fn connect(&mut self, samples: &[Wanted], deadline: Instant) -> Result<()> {
         let first = &samples[self.samples[0]];
         let key = || match first.tensors.is_empty() {
             true => first.descriptor.sample.to_string(),
             false => first.key(0).to_string(),
         };
-        self.life = match (self.epoch, engine) {
-            (Some(epoch), _) => Some(self.publisher.life(epoch, deadline)),
-            (None, EngineState::Shm) => Some(self.publisher.any_life(deadline)),
-            (None, EngineState::Tcp(_)) => None,
+        self.life = match self.epoch {
+            Some(epoch) => Some(self.publisher.life(epoch, deadline)),
+            None => None,
         }
         .transpose()
         .map_err(|e| e.with("key", key()))?;
@@ -335,6 +353,7 @@ impl Group {
         &mut self,
         samples: &[Wanted],
         client: &transport_core::ClientId,
+        uses: &Arc<Uses>,
         deadline: Instant,
     ) -> Result<()> {
         let (Some((life, standing)), Some(epoch)) = (&self.life, self.epoch) else {
@@ -347,11 +366,15 @@ impl Group {
             let descriptor = &samples[sample].descriptor;
             let seqs: Vec<_> = descriptor.features.values().map(|f| f.seq).collect();
             let born_held = samples[sample].arena().holder.as_ref() == Some(client);
+            let in_use = match &self.mapping {
+                Some(mapping) => Some(uses.begin(epoch, descriptor, mapping)?),
+                None => None,
+            };
             let certain = claims.begin(&seqs, born_held) && fresh;
             if !certain {
                 to_claim.push(self.uses.len());
             }
-            self.uses.push(Use { sample, seqs, claimed: false });
+            self.uses.push(Use { sample, seqs, claimed: false, in_use });
         }
         drop(claims);
         let mut rest = &to_claim[..];
@@ -464,8 +487,9 @@ fn locate(samples: &[Wanted], batch: &[usize], op: usize) -> Option<(usize, usiz
     })
 }
 
-fn give_claims_back(samples: &[Wanted], groups: Vec<Group>) {
-    for group in groups {
+fn give_claims_back(samples: &[Wanted], groups: Vec<Group>, uses: &Uses) {
+    for mut group in groups {
+        group.uses.iter_mut().for_each(|one| one.in_use = None); // which may send a release
         let (Some((life, _)), Some(epoch)) = (&group.life, group.epoch) else { continue };
         let mut back = Vec::new();
         // Under the lock until it is sent, so that a claim made meanwhile comes after it.
@@ -474,6 +498,11 @@ fn give_claims_back(samples: &[Wanted], groups: Vec<Group>) {
             let descriptor = &samples[one.sample].descriptor;
             for place in claims.abort(&one.seqs, one.claimed) {
                 let (name, feature) = descriptor.features.get_index(place).expect("one a number");
+                if feature.seq.is_some_and(|seq| uses.contains(epoch, seq)) {
+                    // Views of an earlier fetch live on this claim, and nobody else does.
+                    uses.defer_let_go(&group.publisher, epoch, descriptor);
+                    continue;
+                }
                 back.push(ClaimObject {
                     key: descriptor.sample.object(name).shared(),
                     seq: feature.seq,

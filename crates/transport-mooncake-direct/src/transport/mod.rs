@@ -6,6 +6,7 @@ mod publishers;
 mod release;
 mod request;
 mod transfer;
+mod uses;
 
 use std::{
     sync::{
@@ -29,8 +30,10 @@ pub use builder::{DirectTransportBuilder, Engine};
 use publishers::Publishers;
 pub use release::PendingRelease;
 use transfer::Transfers;
+pub(crate) use uses::InUse;
+use uses::Uses;
 
-use crate::{CaptureSink, Standing, TcpEngine, net::timed_out, workers::Workers};
+use crate::{CaptureSink, MooncakeEngine, Standing, TcpEngine, net::timed_out, workers::Workers};
 
 /// How long `close` waits for transfers that run.
 const CLOSE_BOUND: Duration = Duration::from_secs(10);
@@ -44,10 +47,19 @@ const GRACE: Duration = Duration::from_millis(250);
 /// Reads samples out of the memory of the processes that captured them, and publishes its own.
 ///
 /// - [`Engine::Shm`] maps the publisher's memory: views without a copy, or one copy;
-/// - [`Engine::Tcp`] speaks Mooncake's tcp wire.
+/// - [`Engine::Tcp`] speaks Mooncake's tcp wire;
+/// - [`Engine::Mooncake`] has Mooncake's own transfer engine do it.
 ///
 /// A fetched sample is held until it is released, or until this client has been silent for its
-/// lease. Every call also exists as one that blocks its thread, without a hop to another one.
+/// lease. A view holds its sample for as long as it lives: a release waits for it, and while this
+/// process maps the publisher's memory, no silence makes the publisher reuse what it holds. Closing
+/// the transport while views are alive leaves everything it held where it is until they are gone.
+///
+/// # Trust
+/// That memory does not change under a view is the publisher's to keep, which writes it: views are
+/// for publishers of the same user whose code is trusted, and for descriptors as they gave them.
+///
+/// Every call also exists as one that blocks its thread, without a hop to another one.
 #[derive(Debug)]
 pub struct DirectTransport {
     info: TransportInfo,
@@ -63,6 +75,7 @@ struct Inner {
     pool: Option<RegionPool>,
     client: ClientId,
     publishers: Publishers,
+    uses: Arc<Uses>,
     transfers: Transfers,
     transfer_delay: Duration,
     host_bytes: AtomicU64,
@@ -74,6 +87,7 @@ struct Inner {
 enum EngineState {
     Shm,
     Tcp(TcpEngine),
+    Mooncake(MooncakeEngine),
 }
 
 impl DirectTransport {
@@ -96,6 +110,14 @@ impl DirectTransport {
     pub fn tcp(&self) -> Option<&TcpEngine> {
         match &self.inner.engine {
             Some(EngineState::Tcp(engine)) => Some(engine),
+            _ => None,
+        }
+    }
+
+    /// The mooncake engine, if that is the one.
+    pub fn mooncake(&self) -> Option<&MooncakeEngine> {
+        match &self.inner.engine {
+            Some(EngineState::Mooncake(engine)) => Some(engine),
             _ => None,
         }
     }
@@ -166,7 +188,7 @@ impl DirectTransport {
                 operation,
                 "this transport only publishes",
             )
-            .remedy("choose an engine to read with: shm or tcp"));
+            .remedy("choose an engine to read with: shm, tcp or mooncake"));
         }
         Ok(())
     }
@@ -238,6 +260,11 @@ impl Transport for DirectTransport {
         }
     }
 
+    async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
+        self.check_can_fetch("let go")?;
+        self.inner.let_go(&samples)
+    }
+
     async fn health(&self) -> Result<Health> {
         self.check_open("health")?;
         let health = match &self.sink {
@@ -278,12 +305,19 @@ impl Inner {
     }
 
     fn complete(&self, mut health: Health) -> Health {
-        if let Some(EngineState::Tcp(engine)) = &self.engine {
-            health.connected_peers += engine.stats().connections;
+        match &self.engine {
+            Some(EngineState::Tcp(engine)) => health.connected_peers += engine.stats().connections,
+            Some(EngineState::Mooncake(engine)) => {
+                let stats = engine.stats();
+                health.connected_peers += stats.peers;
+                health.quarantined_bytes += stats.quarantined_bytes;
+            }
+            Some(EngineState::Shm) | None => {}
         }
         self.publishers.add_to(&mut health);
         health.host_payload_bytes += self.host_bytes.load(Ordering::Relaxed);
         health.quarantined_bytes += self.transfers.quarantined();
+        health.deferred_samples += self.uses.deferred();
         if let Some(error) = &*self.last_error.lock() {
             health.last_error = Some(error.clone());
         }
@@ -302,8 +336,14 @@ fn close(inner: &Inner, jobs: &Workers, sink: Option<&CaptureSink>) {
     }
     if first {
         inner.publishers.close(FLUSH_BOUND);
-        if let Some(EngineState::Tcp(engine)) = &inner.engine {
-            engine.close();
+        match &inner.engine {
+            Some(EngineState::Tcp(engine)) => engine.close(),
+            Some(EngineState::Mooncake(engine)) => {
+                if let Err(error) = engine.close() {
+                    tracing::warn!(%error, "Mooncake's engine does not stop");
+                }
+            }
+            Some(EngineState::Shm) | None => {}
         }
     }
     if let Some(sink) = sink {

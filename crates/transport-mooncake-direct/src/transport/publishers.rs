@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::{Mutex, RwLock};
-use transport_core::{ClientId, Epoch, Error, ErrorKind, Health, Result, SessionName};
+use transport_core::{ClientId, Epoch, Error, ErrorKind, Health, MapMark, Result, SessionName};
 
 use crate::{ControlClient, ControlOptions, Standing, claims::Claims, shm::SharedArena};
 
@@ -18,6 +18,8 @@ const MAX_LIVES: usize = 4;
 #[derive(Debug)]
 pub(super) struct Publishers {
     options: ControlOptions,
+    mark: MapMark,
+    names: Arc<Names>,
     known: RwLock<HashMap<SessionName, Arc<Publisher>>>,
 }
 
@@ -25,6 +27,8 @@ pub(super) struct Publishers {
 #[derive(Debug)]
 pub(super) struct Publisher {
     client: ControlClient,
+    mark: MapMark,
+    names: Arc<Names>,
     lives: Mutex<Vec<Arc<Life>>>, // the newest last
 }
 
@@ -36,9 +40,37 @@ pub(super) struct Life {
     shared: Mutex<Option<Arc<SharedArena>>>,
 }
 
+/// Under which one name each life was reached.
+///
+/// Frees and claims of one life keep their order on one connection only, so a server is spoken to
+/// under one name: through another, a sample could be freed while it is being claimed.
+#[derive(Debug, Default)]
+struct Names(Mutex<HashMap<Epoch, SessionName>>);
+
+impl Names {
+    fn learn(&self, epoch: Epoch, name: &SessionName) -> Result<()> {
+        self.0.lock().entry(epoch).or_insert_with(|| name.clone());
+        self.check(epoch, name)
+    }
+
+    fn check(&self, epoch: Epoch, name: &SessionName) -> Result<()> {
+        match self.0.lock().get(&epoch) {
+            Some(known) if known != name => {
+                let why = "the server is known under another name";
+                Err(Error::new(ErrorKind::InvalidInput, "reach publisher", why)
+                    .with("expected", known)
+                    .with("found", name)
+                    .remedy("use descriptors as the server gave them"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Publishers {
-    pub(super) fn new(options: ControlOptions) -> Self {
-        Self { options, known: RwLock::default() }
+    /// `mark` is the one under which memory of theirs is mapped.
+    pub(super) fn new(options: ControlOptions, mark: MapMark) -> Self {
+        Self { options, mark, names: Arc::default(), known: RwLock::default() }
     }
 
     pub(super) fn client_id(&self) -> &ClientId {
@@ -55,7 +87,8 @@ impl Publishers {
             return Ok(publisher.clone());
         }
         let client = ControlClient::start(control.clone(), self.options.clone())?;
-        let publisher = Arc::new(Publisher { client, lives: Mutex::default() });
+        let (mark, names) = (self.mark, self.names.clone());
+        let publisher = Arc::new(Publisher { client, mark, names, lives: Mutex::default() });
         known.insert(control.clone(), publisher.clone());
         Ok(publisher)
     }
@@ -74,6 +107,8 @@ impl Publishers {
         let known = std::mem::take(&mut *self.known.write());
         std::thread::scope(|scope| {
             for publisher in known.values() {
+                // The mappings first: the publisher keeps what is held for as long as one exists.
+                publisher.lives.lock().clear();
                 scope.spawn(|| publisher.client.close(bound));
             }
         });
@@ -88,13 +123,13 @@ impl Publisher {
     /// The life that is meant, with our standing there; connects if need be.
     pub(super) fn life(&self, epoch: Epoch, deadline: Instant) -> Result<(Arc<Life>, Standing)> {
         let standing = self.client.connect_to(epoch, deadline)?;
+        self.names.learn(epoch, self.client.server())?;
         Ok((self.present(&standing), standing))
     }
 
-    /// Whatever life is there, for samples that do not say which they belong to.
-    pub(super) fn any_life(&self, deadline: Instant) -> Result<(Arc<Life>, Standing)> {
-        let standing = self.client.connect(deadline)?;
-        Ok((self.present(&standing), standing))
+    /// Refuses a life that is known under another name.
+    pub(super) fn check_name(&self, epoch: Epoch) -> Result<()> {
+        self.names.check(epoch, self.client.server())
     }
 
     /// The life that `standing` is about. All others are over: they are forgotten here.
@@ -104,7 +139,7 @@ impl Publisher {
         life.claims.lock().renew(standing.continuity, standing.known_since);
         life.shared.lock().get_or_insert_with(|| {
             let info = standing.hello.arena.clone();
-            Arc::new(SharedArena::new(info, self.client.server().clone()))
+            Arc::new(SharedArena::new(info, self.client.server().clone(), self.mark))
         });
         life
     }
@@ -116,7 +151,9 @@ impl Publisher {
             return life.clone();
         }
         if lives.len() >= MAX_LIVES {
-            lives.remove(0);
+            // Never the present one, which alone has its memory.
+            let oldest = lives.iter().position(|life| life.shared.lock().is_none());
+            lives.remove(oldest.unwrap_or(0));
         }
         let life = Arc::new(Life { epoch, claims: Mutex::default(), shared: Mutex::new(None) });
         lives.push(life.clone());

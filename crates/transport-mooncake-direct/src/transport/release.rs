@@ -6,7 +6,10 @@ use transport_core::{
     ArenaLocation, Descriptor, Error, Release, ReleaseReport, Result, Sequence, SessionName,
 };
 
-use super::{Inner, request::arena_of};
+use super::{
+    EngineState, Inner,
+    request::{arena_of, check_lives},
+};
 use crate::{FreeTicket, transport::publishers::Publisher};
 
 /// Frees that were handed over and may not be answered yet.
@@ -24,8 +27,12 @@ impl Inner {
     /// Groups samples by publisher and life, and hands them to the control connections.
     pub(super) fn release(&self, releases: Vec<Release>) -> Result<PendingRelease> {
         // All or nothing as far as it can be seen beforehand.
+        let shm = matches!(self.engine, Some(EngineState::Shm));
         for release in &releases {
             arena_of(&release.descriptor)?;
+            if shm {
+                check_lives("release", &release.descriptor)?;
+            }
         }
         let mut groups: Vec<(Arc<Publisher>, SessionName, Vec<Arc<Descriptor>>)> = Vec::new();
         let mut pending =
@@ -48,6 +55,9 @@ impl Inner {
                 None => {
                     let control = arena.control.clone();
                     let publisher = self.publishers.get(&control)?;
+                    if let Some(epoch) = arena.epoch {
+                        publisher.check_name(epoch)?;
+                    }
                     last = groups.len();
                     groups.push((publisher, control, vec![descriptor]));
                 }
@@ -55,9 +65,18 @@ impl Inner {
         }
         for (publisher, _, samples) in groups {
             let epoch = place(&samples[0]).epoch;
-            if let Some(epoch) = epoch {
-                let life = publisher.life_called(epoch);
-                life.claims.lock().release(samples.iter().flat_map(|sample| seqs(sample)));
+            let life = epoch.map(|epoch| publisher.life_called(epoch));
+            // Under the lock until it is sent, so that a claim made meanwhile comes after it.
+            let mut claims = life.as_ref().map(|life| life.claims.lock());
+            if let Some(claims) = &mut claims {
+                claims.release(samples.iter().flat_map(|sample| seqs(sample)));
+            }
+            let samples = match epoch {
+                Some(epoch) => self.uses.defer(&publisher, epoch, samples, &mut pending.report),
+                None => samples,
+            };
+            if samples.is_empty() {
+                continue;
             }
             match publisher.client().free_later(samples, epoch) {
                 Ok(ticket) => pending.tickets.push(ticket),
@@ -65,6 +84,26 @@ impl Inner {
             }
         }
         Ok(pending)
+    }
+}
+
+impl Inner {
+    /// Gives the holds of this client back, sample by sample, each after its last view; frees nothing.
+    pub(super) fn let_go(&self, samples: &[Arc<Descriptor>]) -> Result<()> {
+        for descriptor in samples {
+            let arena = arena_of(descriptor)?;
+            // Publishers that tell no epoch know no holds.
+            let Some(epoch) = arena.epoch else { continue };
+            let publisher = self.publishers.get(&arena.control)?;
+            let life = publisher.life_called(epoch);
+            // Under the lock until it is sent, so that a claim made meanwhile comes after it.
+            let mut claims = life.claims.lock();
+            claims.release(seqs(descriptor));
+            if !self.uses.defer_let_go(&publisher, epoch, descriptor) {
+                publisher.client().unhold_sample(epoch, descriptor);
+            }
+        }
+        Ok(())
     }
 }
 

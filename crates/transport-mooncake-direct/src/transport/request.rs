@@ -36,6 +36,9 @@ impl Wanted {
     ) -> Result<Self> {
         let FetchRequest { descriptor, names, destination, .. } = request;
         arena_of(&descriptor)?;
+        if views {
+            check_lives("fetch", &descriptor)?;
+        }
         let names = match names {
             None => descriptor.features.keys().cloned().collect(),
             Some(names) => names,
@@ -187,6 +190,26 @@ pub(super) fn arena_of(descriptor: &Descriptor) -> Result<&ArenaLocation> {
         .with("expected", "an arena")
         .with("found", found)
         .remedy("use the transport that the sample was published for"))
+}
+
+/// Refuses samples that cannot be held for certain: while their memory is looked at, whoever
+/// publishes it must know which life is meant.
+pub(super) fn check_lives(operation: &'static str, descriptor: &Descriptor) -> Result<()> {
+    let unknown = descriptor.features.iter().find(|(_, feature)| feature.seq.is_none());
+    let missing = match (arena_of(descriptor)?.epoch, unknown) {
+        (None, _) => "epoch",
+        (_, Some(_)) => "sequence number",
+        _ => return Ok(()),
+    };
+    let key = match unknown {
+        Some((name, _)) => descriptor.sample.object(name).to_string(),
+        None => descriptor.sample.to_string(),
+    };
+    let why = "the descriptor does not say which life of the sample it is about";
+    Err(Error::new(ErrorKind::Unsupported, operation, why)
+        .with("key", key)
+        .with("missing", missing)
+        .remedy("older publishers cannot be mapped: use the tcp engine"))
 }
 
 pub(super) fn outside(

@@ -104,6 +104,15 @@ pub fn fetch_and_check(
     Ok(())
 }
 
+pub fn view(
+    consumer: &DirectTransport,
+    sample: &Arc<transport_core::Descriptor>,
+) -> transport_core::Result<transport_core::Fetched> {
+    let request = FetchRequest::new(sample.clone(), Destination::View);
+    let options = FetchOptions::default().deadline(Duration::from_secs(10));
+    consumer.fetch_blocking(vec![request], &options).map(|mut fetched| fetched.remove(0))
+}
+
 /// Waits until `done`, at most 10 seconds.
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(10);

@@ -40,6 +40,8 @@ struct State {
     calls: Calls,
     late_writes: Vec<(usize, usize)>,
     hung: bool,
+    segments: Vec<(&'static str, String)>,
+    hung_text: Option<&'static str>,
 }
 
 #[derive(Debug)]
@@ -61,6 +63,7 @@ pub struct Calls {
     pub remove: u64,
     pub remove_keys: u64,
     pub register: u64,
+    pub segments: u64,
 }
 
 /// Something to go wrong, once for each time it is scripted.
@@ -95,6 +98,8 @@ impl Default for State {
             calls: Calls::default(),
             late_writes: Vec::new(),
             hung: false,
+            segments: Vec::new(),
+            hung_text: None,
         }
     }
 }
@@ -166,6 +171,17 @@ impl Cluster {
     /// Every object is lost, as when a segment's owner dies or the master restarts.
     pub fn lose_everything(&self) {
         self.state.lock().objects.clear();
+    }
+
+    /// Objects whose key holds `text` lie in `segment`, from now on.
+    pub fn set_segment(&self, text: &'static str, segment: String) {
+        self.state.lock().segments.push((text, segment));
+    }
+
+    /// Reads of keys that hold the text hang until it is `None`.
+    pub fn hang_reads_of(&self, text: Option<&'static str>) {
+        self.state.lock().hung_text = text;
+        self.gate.notify_all();
     }
 
     /// Reads hang until it is switched off.
@@ -338,7 +354,11 @@ impl StoreApi for FakeStore {
             std::thread::sleep(delay);
             state = self.cluster.state.lock();
         }
-        while state.hung {
+        let hangs = |state: &State| {
+            let text = state.hung_text;
+            state.hung || text.is_some_and(|text| items.iter().any(|i| i.key.contains(text)))
+        };
+        while hangs(&state) {
             self.cluster.gate.wait(&mut state);
         }
         let lease = state.lease;
@@ -405,6 +425,20 @@ impl StoreApi for FakeStore {
         let state = self.cluster.state.lock();
         let object = state.objects.get(key);
         Ok(object.map(|o| o.bytes.len() as u64).ok_or(StoreCode::OBJECT_NOT_FOUND))
+    }
+
+    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
+        self.open("segments")?;
+        let mut state = self.cluster.state.lock();
+        state.calls.segments += 1;
+        if state.segments.is_empty() {
+            return Ok(None);
+        }
+        let of = |key: &&str| {
+            let found = state.segments.iter().filter(|(text, _)| key.contains(text));
+            found.map(|(_, segment)| segment.clone()).collect()
+        };
+        Ok(Some(keys.iter().map(of).collect()))
     }
 
     fn remove(&self, keys: &[&str], force: bool) -> Result<KeyResults<()>> {

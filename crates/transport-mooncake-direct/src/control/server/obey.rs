@@ -6,7 +6,7 @@ use capture_arena::{FreeRequest, HoldRequest, ObjectList};
 use control_proto::control::{
     BadLine, Code, Hello, Objects, Request, Response, ServerHello, VERSION,
 };
-use transport_core::{ClientId, Epoch};
+use transport_core::{ClientId, Epoch, ErrorKind};
 
 use super::{Client, Counters, Peer, Poller};
 
@@ -28,7 +28,9 @@ impl Poller {
                 self.greet(peer, hello);
             }
             Ok(Request::Bye) => {
-                if let Some(client) = &peer.client {
+                // The same client may greet again before this connection has ended.
+                if let Some(client) = peer.client.take() {
+                    self.one_less(&client.id);
                     self.arena.client_bye(&client.id);
                 }
                 peer.close_soon(Instant::now());
@@ -113,9 +115,12 @@ impl Poller {
             client,
             objects: claims,
             reply: Some(Box::new(move |outcome| {
-                let capture_arena::HoldOutcome { gone, mut stale } = outcome;
+                let capture_arena::HoldOutcome { before, gone, mut stale } = outcome;
                 if !elsewhere.is_empty() {
-                    arena.unhold(&holder, back);
+                    // What it held before has a claim of its own.
+                    let places = elsewhere.iter().zip(back.iter());
+                    let new = places.filter(|(place, _)| !before.contains(place));
+                    arena.unhold(&holder, new.map(|(_, object)| object).collect());
                     stale.extend(elsewhere.into_iter().filter(|i| !gone.contains(i)));
                     stale.sort_unstable();
                     stale.dedup();
@@ -154,7 +159,14 @@ impl Poller {
             return self.refuse(peer, None, Code::BadLine, "the connection has another client");
         }
         let now = Instant::now();
-        let lease = hello.lease.min(self.config.max_lease);
+        let (lease, mark) = (hello.lease.min(self.config.max_lease), hello.mapping);
+        if let Err(error) = self.arena.client_greets_blocking(&hello.client, lease, mark) {
+            let code = match error.kind() {
+                ErrorKind::Busy => Code::ClientInUse,
+                _ => Code::Closing,
+            };
+            return self.close_for(peer, code, &error);
+        }
         if peer.client.is_none() {
             let connections = self.clients.entry(hello.client.clone()).or_insert(0);
             *connections += 1;
@@ -162,8 +174,7 @@ impl Poller {
                 Counters::add(&self.shared.counters.clients, 1);
             }
         }
-        self.arena.client_seen(&hello.client, lease);
-        peer.client = Some(Client { id: hello.client, lease, seen: now, told: now });
+        peer.client = Some(Client { id: hello.client, lease, mark, seen: now, told: now });
         // Read after the arena was told: what is published later finds the client known.
         let last_seq = self.arena.export().last_sequence();
         let (epoch, session) = (self.arena.epoch(), self.session.clone());

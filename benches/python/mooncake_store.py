@@ -1,6 +1,8 @@
-"""Mooncake's own Python client doing the calls that the example measures; one JSON command a line.
+"""Mooncake's own Python client doing the calls that the store bench measures; one JSON command a line.
 
-    python client.py MASTER SEGMENT_BYTES    with a segment it only provides memory
+    python mooncake_store.py MASTER SEGMENT_BYTES    with a segment it only provides memory
+
+The bench (cargo xtask bench store) starts it; every get is compared with what was put, unmeasured.
 """
 import json
 import sys

@@ -7,13 +7,13 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// Lets a trouble be reported at once, and then once a second for as long as it lasts.
 #[derive(Debug, Default)]
-pub(crate) struct Seldom {
+pub struct Seldom {
     next: Option<Instant>,
 }
 
 impl Seldom {
     /// Whether it is to be reported now.
-    pub(crate) fn is_due(&mut self, now: Instant) -> bool {
+    pub fn is_due(&mut self, now: Instant) -> bool {
         let due = self.next.is_none_or(|next| now >= next);
         if due {
             self.next = Some(now + PERIOD);

@@ -1,0 +1,350 @@
+//! Puts here, gets in another process, both timed.
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio},
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use featurestore::{
+    rollout::{Endpoint, payload_checksums},
+    server::end_of_life,
+};
+use rollout_codec::{
+    Column,
+    transport::{Handle, Sample, Verify},
+};
+use serde_json::{Value, json};
+use transport_core::{ByteSize, Result};
+
+use super::{
+    InputArgs, TransportArgs, encoding,
+    exchange::{millis, unexpected},
+    open, prepare,
+};
+use crate::cli::{runtime, say};
+
+/// Longest time that the reader may take for one step.
+const STEP: Duration = Duration::from_secs(300);
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    input: InputArgs,
+    #[command(flatten)]
+    transport: TransportArgs,
+    /// Memory that this process adds; three times the payload if not given.
+    #[arg(long)]
+    memory: Option<ByteSize>,
+    /// Timed repeats.
+    #[arg(long, default_value_t = 7)]
+    reps: usize,
+    /// Repeats before them.
+    #[arg(long, default_value_t = 2)]
+    warmup: usize,
+    /// Leaves checksums out, on both sides.
+    #[arg(long)]
+    no_checksums: bool,
+    /// One JSON line for each measurement rather than a table.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReaderArgs {
+    #[command(flatten)]
+    transport: TransportArgs,
+    /// Compares no checksums.
+    #[arg(long)]
+    no_checksums: bool,
+}
+
+pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
+    let mut options = args.transport.options(args.memory)?;
+    let input = args.input.input();
+    prepare(&options)?;
+    let rollout = input.rollout()?;
+    let expected = payload_checksums(&rollout)?;
+    let payload: u64 = expected
+        .iter()
+        .map(|(name, _, elements)| {
+            elements * rollout.non_tensor[name].dtype().map_or(1, |d| d.size())
+        })
+        .sum();
+    options.memory = options.memory.or(ByteSize::new(3 * payload + (64 << 20)));
+    options.rollouts = options.rollouts.encoding(encoding(&[], !args.no_checksums));
+    let base = resident();
+    let outcome = runtime(2, 8)?.block_on(async {
+        let endpoint = open(options).await?;
+        let rollouts = endpoint.rollouts();
+        let mut reader = Reader::start(args)?;
+        let mut times: [Vec<Duration>; 3] = Default::default();
+        let mut last = Value::Null;
+        for round in 0..args.warmup + args.reps {
+            let copy = rollout.clone(); // counts, not bytes
+            let start = Instant::now();
+            let handle = rollouts.put(copy).await?;
+            let put = start.elapsed();
+            let is_last = round + 1 == args.warmup + args.reps;
+            let answer = reader.ask(&handle, is_last)?;
+            let micros =
+                |name: &str| answer[name].as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
+            let get = micros("get_ms").ok_or_else(|| unexpected("the reader gave no time"))?;
+            let consume = micros("consume_ms").unwrap_or_default();
+            rollouts.cleanup([&handle]).await?;
+            if round >= args.warmup {
+                for (times, time) in times.iter_mut().zip([put, get, consume]) {
+                    times.push(time);
+                }
+            }
+            last = answer;
+        }
+        let sums: Vec<(String, u64, u64)> = serde_json::from_value(last["sums"].clone())
+            .map_err(|e| unexpected("the reader gave no checksums").source(e))?;
+        if sums != expected {
+            return Err(unexpected("what the reader got is not what was put"));
+        }
+        reader.end()?;
+        report(args, &input, payload, times, &endpoint, (base, &last))?;
+        endpoint.close().await
+    });
+    outcome.map(|()| ExitCode::SUCCESS)
+}
+
+fn report(
+    args: &BenchArgs,
+    input: &featurestore::rollout::Input,
+    payload: u64,
+    [puts, gets, consumes]: [Vec<Duration>; 3],
+    endpoint: &Endpoint,
+    (base, reader): (u64, &Value),
+) -> Result<()> {
+    let stats = endpoint.rollouts().stats();
+    let info = endpoint.rollouts().info();
+    let both: Vec<Duration> = puts.iter().zip(&gets).map(|(a, b)| *a + *b).collect();
+    let mut times = Vec::new();
+    for (step, list) in [("put", puts), ("get", gets), ("put+get", both), ("consume", consumes)] {
+        let mut sorted = list;
+        sorted.sort_unstable();
+        let Some(median) = sorted.get(sorted.len() / 2) else { continue };
+        times.push(json!({
+            "bench": "featurestore rollout",
+            "transport": info.scheme,
+            "engine": info.engine,
+            "step": step,
+            "bytes": payload,
+            "median_ms": millis(*median),
+            "min_ms": millis(sorted[0]),
+            "max_ms": millis(*sorted.last().expect("not empty")),
+            "gb_per_s": (payload as f64 / median.as_secs_f64() / 1e7).round() / 100.0,
+            "reps": args.reps,
+            "warmup": args.warmup,
+            "checksums": !args.no_checksums,
+        }));
+    }
+    let rounds = (args.reps + args.warmup) as u64;
+    let counters = json!({
+        "bench": "featurestore rollout",
+        "step": "counters",
+        "gathered_bytes_a_put": stats.gathered_bytes / rounds,
+        "extra_copied_bytes": stats.copied_bytes,
+        "reader": reader["stats"],
+        "producer_peak_above_input_bytes": peak().saturating_sub(base),
+        "reader_peak_bytes": reader["peak_bytes"],
+        "reader_base_bytes": reader["base_bytes"],
+    });
+    if args.json {
+        times.iter().chain([&counters]).try_for_each(say)?;
+        return Ok(());
+    }
+    let what = match input {
+        featurestore::rollout::Input::Payload(spec) => spec.to_string(),
+        featurestore::rollout::Input::Folder(folder) => folder.display().to_string(),
+    };
+    say(format_args!("{what}: {payload} bytes over {} ({})", info.scheme, info.engine))?;
+    say(format_args!(
+        "{:<10} {:>11} {:>11} {:>11} {:>8}",
+        "step", "median ms", "min", "max", "GB/s"
+    ))?;
+    for line in &times {
+        say(format_args!(
+            "{:<10} {:>11} {:>11} {:>11} {:>8}",
+            line["step"].as_str().unwrap_or_default(),
+            line["median_ms"].to_string(),
+            line["min_ms"].to_string(),
+            line["max_ms"].to_string(),
+            line["gb_per_s"].to_string(),
+        ))?;
+    }
+    say(counters)
+}
+
+/// The reading process.
+struct Reader {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Reader {
+    fn start(args: &BenchArgs) -> Result<Self> {
+        let failed = |e| transport_core::Error::io("start reader", e);
+        let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+        command.args(["rollout", "reader"]).args(args.transport.flags());
+        // Object memory is the producer's to add.
+        for name in ["MOONCAKE_GLOBAL_SEGMENT_SIZE", "MC_SEGMENT_SIZE"] {
+            command.env_remove(name);
+        }
+        if args.no_checksums {
+            command.arg("--no-checksums");
+        }
+        let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = spawned.map_err(failed)?;
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut reader = Self { child, input, output };
+        reader.answer()?; // is ready
+        Ok(reader)
+    }
+
+    fn ask(&mut self, handle: &Handle, check: bool) -> Result<Value> {
+        let input = self.input.as_mut().expect("open until the end");
+        let text = handle.to_json()?;
+        writeln!(input, "{} {text}", u8::from(check))
+            .map_err(|e| transport_core::Error::io("ask reader", e))?;
+        self.answer()
+    }
+
+    fn answer(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let read = self.output.read_line(&mut line);
+            if read.map_err(|e| transport_core::Error::io("hear reader", e))? == 0 {
+                return Err(unexpected("the reader ended; its own words are on standard error"));
+            }
+            // Libraries may print there as well.
+            if let Some(answer) = line.strip_prefix("@@") {
+                return serde_json::from_str(answer)
+                    .map_err(|e| unexpected("the reader's answer is no JSON").source(e));
+            }
+        }
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.input = None;
+        let end = Instant::now() + STEP;
+        while Instant::now() < end {
+            let ended = self.child.try_wait();
+            match ended.map_err(|e| transport_core::Error::io("end reader", e))? {
+                Some(status) if status.success() => return Ok(()),
+                Some(_) => return Err(unexpected("the reader failed at its end")),
+                None => std::thread::sleep(Duration::from_millis(2)),
+            }
+        }
+        Err(unexpected("the reader does not end"))
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.input = None;
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            return;
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub(super) fn reader(args: &ReaderArgs) -> Result<ExitCode> {
+    let mut options = args.transport.options(None)?;
+    options.memory = None;
+    if args.no_checksums {
+        options.rollouts = options.rollouts.verify(Verify::Never);
+    }
+    prepare(&options)?;
+    let runtime = runtime(2, 8)?;
+    runtime.block_on(async {
+        let endpoint = open(options).await?;
+        drop(end_of_life(false)?);
+        let base = resident();
+        say("@@{}")?;
+        let mut flat = Vec::new();
+        for line in std::io::stdin().lock().lines() {
+            let line = line.map_err(|e| transport_core::Error::io("hear producer", e))?;
+            let (check, handle) =
+                line.split_once(' ').ok_or_else(|| unexpected("not a line of the producer"))?;
+            let handle = Handle::parse(handle.as_bytes())?;
+            let start = Instant::now();
+            let sample = endpoint.rollouts().get(&handle).await?;
+            let rows = rows(&sample)?; // as a trainer has them: one view a row
+            let got = start.elapsed();
+            let consumed = consume(&rows, &mut flat);
+            let sums = match check {
+                "1" => payload_checksums(&sample.rollout()?)?,
+                _ => Vec::new(),
+            };
+            drop((rows, sample));
+            say(format_args!(
+                "@@{}",
+                json!({
+                    "get_ms": millis(got),
+                    "consume_ms": millis(consumed),
+                    "sums": sums,
+                    "stats": endpoint.rollouts().stats(),
+                    "base_bytes": base,
+                    "peak_bytes": peak().saturating_sub(flat.len() as u64),
+                })
+            ))?;
+        }
+        endpoint.close().await
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Every row of every ragged field.
+fn rows(sample: &Sample) -> Result<Vec<Column<'static>>> {
+    let header = sample.header();
+    let ragged = header.fields().filter(|field| field.kind == "ragged");
+    ragged.map(|field| sample.view().column(field.name)).collect()
+}
+
+/// Copies every row once into memory that is there already.
+fn consume(columns: &[Column<'static>], flat: &mut Vec<u8>) -> Duration {
+    let rows = || {
+        columns.iter().flat_map(|column| match column {
+            Column::Ragged(rows) => rows.pieces(),
+            _ => &[],
+        })
+    };
+    let bytes: usize = rows().flatten().map(|row| row.len()).sum();
+    if flat.len() < bytes {
+        *flat = vec![1; bytes];
+    }
+    let start = Instant::now();
+    let mut rest = &mut flat[..];
+    for row in rows().flatten() {
+        let (to, tail) = rest.split_at_mut(row.len());
+        to.copy_from_slice(row);
+        rest = tail;
+    }
+    start.elapsed()
+}
+
+/// Bytes of memory that this process uses now, and at most so far; 0 where the system does not say.
+fn resident() -> u64 {
+    status("VmRSS:")
+}
+
+fn peak() -> u64 {
+    status("VmHWM:")
+}
+
+fn status(name: &str) -> u64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.unwrap_or(0) << 10
+}

@@ -1,0 +1,176 @@
+//! Mooncake's store: which library serves it here, and how a process joins it.
+
+use std::sync::Arc;
+
+#[cfg(feature = "mooncake")]
+use mooncake_sys::cabi::{LibraryOptions, StoreLibrary};
+#[cfg(feature = "mooncake-python")]
+use mooncake_sys::python::{Wheel, WheelOptions, WheelStore};
+use mooncake_sys::{StoreApi, StoreSetup};
+use transport_core::{Error, ErrorKind, Result};
+
+use crate::config::{Master, MooncakeConfig};
+
+const FIND: &str = "find Mooncake";
+
+/// What would serve the store here.
+#[derive(Debug)]
+pub(crate) struct Provider {
+    kind: Kind,
+    /// Why this one.
+    pub(crate) reason: String,
+}
+
+#[derive(Debug)]
+enum Kind {
+    #[cfg(feature = "mooncake")]
+    Library(StoreLibrary),
+    #[cfg(feature = "mooncake-python")]
+    Wheel(WheelOptions),
+}
+
+impl Provider {
+    /// Decides: a library that is named, else the wheel, else a library that is found. What is
+    /// named and does not do is an error.
+    pub(crate) fn find(config: &MooncakeConfig) -> Result<Self> {
+        #[cfg(feature = "mooncake")]
+        if config.library.is_some() || named_library() {
+            return library(config, "its file is named");
+        }
+        if !cfg!(feature = "mooncake") && config.library.is_some() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                FIND,
+                "a library is named, and this build opens none",
+            )
+            .with("setting", "mooncake_library")
+            .remedy("build with the feature mooncake"));
+        }
+        #[cfg(feature = "mooncake-python")]
+        let missing = match wheel(config) {
+            Ok(provider) => return Ok(provider),
+            Err(error) => error,
+        };
+        #[cfg(not(feature = "mooncake-python"))]
+        let missing = Error::new(ErrorKind::Unsupported, FIND, "this build loads no wheel")
+            .remedy("build with the feature mooncake-python (the wheel) or mooncake (a library)");
+        #[cfg(feature = "mooncake")]
+        if config.venv.is_none()
+            && let Ok(provider) = library(config, "there is no wheel, and the library was found")
+        {
+            return Ok(provider);
+        }
+        Err(missing)
+    }
+
+    /// Joins a store.
+    fn connect(&self, setup: &StoreSetup) -> Result<Arc<dyn StoreApi>> {
+        match &self.kind {
+            #[cfg(feature = "mooncake")]
+            Kind::Library(library) => Ok(Arc::new(library.connect(setup)?)),
+            #[cfg(feature = "mooncake-python")]
+            Kind::Wheel(options) => Ok(Arc::new(WheelStore::connect(options, setup)?)),
+            #[cfg(not(any(feature = "mooncake", feature = "mooncake-python")))]
+            _ => unreachable!("nothing serves the store in this build, and {setup:?} is not used"),
+        }
+    }
+}
+
+#[cfg(feature = "mooncake")]
+fn named_library() -> bool {
+    std::env::var_os(StoreLibrary::VARIABLE).is_some_and(|file| !file.is_empty())
+}
+
+#[cfg(feature = "mooncake")]
+pub(crate) fn library_options(config: &MooncakeConfig) -> LibraryOptions {
+    let mut options = LibraryOptions::default();
+    options.path.clone_from(&config.library);
+    options.preload.clone_from(&config.preload);
+    options
+}
+
+#[cfg(feature = "mooncake")]
+fn library(config: &MooncakeConfig, why: &str) -> Result<Provider> {
+    let library = StoreLibrary::load(&library_options(config))?;
+    let reason = format!("{}: {why}", library.info());
+    Ok(Provider { kind: Kind::Library(library), reason })
+}
+
+#[cfg(feature = "mooncake-python")]
+pub(crate) fn wheel_options(config: &MooncakeConfig) -> WheelOptions {
+    let mut options = WheelOptions::default();
+    options.environment.clone_from(&config.venv);
+    options.preload.clone_from(&config.preload);
+    options
+}
+
+#[cfg(feature = "mooncake-python")]
+fn wheel(config: &MooncakeConfig) -> Result<Provider> {
+    let options = wheel_options(config);
+    let wheel = Wheel::find(&options)?;
+    let version = match &wheel.distribution {
+        Some((name, version)) => format!("{name} {version}"),
+        None => "of unknown version".into(),
+    };
+    let reason = format!("wheel {version} in {}", wheel.packages.display());
+    Ok(Provider { kind: Kind::Wheel(options), reason })
+}
+
+/// How this process joins, adding `segment` bytes of object memory.
+pub(crate) fn setup(config: &MooncakeConfig, segment: u64) -> Result<StoreSetup> {
+    let missing = |why, remedy| {
+        Err(Error::new(ErrorKind::ConfigInvalid, "join Mooncake Store", why)
+            .with("setting", "mooncake")
+            .remedy(remedy))
+    };
+    let master = match &config.master {
+        Some(Master::At(address)) => address,
+        Some(Master::Managed) => {
+            return missing(
+                "only the pipeline starts a master",
+                "start mooncake_master and give its address: --mooncake HOST:PORT",
+            );
+        }
+        None => {
+            return missing(
+                "no master is named",
+                "give --mooncake HOST:PORT or set FEATURESTORE_MOONCAKE; the pipeline also takes \
+                 --mooncake managed",
+            );
+        }
+    };
+    let mut setup = StoreSetup::client(&config.host, master).segment(segment);
+    setup.metadata.clone_from(&config.metadata);
+    setup.protocol.clone_from(&config.protocol);
+    setup.devices.clone_from(&config.devices);
+    setup.check()?;
+    Ok(setup)
+}
+
+/// Joins the store: the client, and what serves it and why. Blocks.
+pub(crate) fn join(config: &MooncakeConfig, segment: u64) -> Result<(Arc<dyn StoreApi>, String)> {
+    let setup = setup(config, segment)?;
+    let provider = Provider::find(config)?;
+    Ok((provider.connect(&setup)?, provider.reason))
+}
+
+/// Variables that Mooncake reads once, when it is loaded, with the values that suit this
+/// configuration; those that the environment has already are left out.
+///
+/// - `MC_FORCE_TCP`: without it the protocol that is asked for does not choose the transport;
+/// - `MC_TCP_BIND_ADDRESS`: the address that peers are told, where the host is one. Mooncake's ports
+///   are open on every address all the same: no setting of 0.3.13 changes that;
+/// - `MC_LOG_LEVEL`: its log on standard error is for failures.
+pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
+    let tcp = config.protocol == "tcp";
+    let address = config.host.parse::<std::net::IpAddr>().ok();
+    [
+        ("MC_FORCE_TCP", tcp.then(|| "1".to_owned())),
+        ("MC_TCP_BIND_ADDRESS", address.map(|address| address.to_string())),
+        ("MC_LOG_LEVEL", Some("ERROR".to_owned())),
+    ]
+    .into_iter()
+    .filter(|(name, _)| std::env::var_os(name).is_none())
+    .filter_map(|(name, value)| Some((name, value?)))
+    .collect()
+}

@@ -1,0 +1,36 @@
+//! What stands for the store of a run in a build without Mooncake.
+
+use transport_core::{Error, ErrorKind, Result};
+
+use super::{Options, report::MooncakeReport};
+use crate::config::{MooncakeConfig, TransportChoice};
+
+#[derive(Debug)]
+pub(super) struct Store {
+    pub(super) config: MooncakeConfig,
+}
+
+impl Store {
+    pub(super) async fn of(options: &Options) -> Result<Self> {
+        if options.transport == TransportChoice::Store {
+            let error =
+                Error::new(ErrorKind::Unsupported, "run pipeline", "this build has no Mooncake");
+            return Err(error.remedy(
+                "build with --features mooncake-python for its wheel, or mooncake for a C library",
+            ));
+        }
+        Ok(Self { config: options.mooncake.clone() })
+    }
+
+    pub(super) async fn report(&self) -> Result<Option<MooncakeReport>> {
+        Ok(None)
+    }
+
+    pub(super) fn explain(&self, error: Error) -> Error {
+        error
+    }
+
+    pub(super) async fn stop(self) -> Result<()> {
+        Ok(())
+    }
+}

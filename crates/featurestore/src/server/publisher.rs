@@ -1,0 +1,175 @@
+//! Where a server's samples go: an arena of its own, or Mooncake Store.
+
+use capture_arena::{Arena, ArenaConfig, Backing, ReserveOptions, SamplePlan};
+use transport_core::{Descriptor, Error, ErrorKind, Health, Result};
+use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig, SinkReservation};
+
+use super::check_bind;
+#[cfg(feature = "store")]
+use super::store::{StorePublisher, StoreReservation};
+use crate::config::{ArenaKind, Problems, ServerConfig, TransportChoice};
+
+/// What keeps a server's samples readable.
+#[derive(Debug)]
+pub(super) enum Publisher {
+    Arena {
+        arena: Arena,
+        sink: CaptureSink,
+    },
+    #[cfg(feature = "store")]
+    Store(StorePublisher),
+}
+
+/// Room for a batch of samples, to be filled and published.
+#[derive(Debug)]
+pub(super) enum Reserved {
+    Arena(SinkReservation),
+    #[cfg(feature = "store")]
+    Store(StoreReservation),
+}
+
+/// What a server says of itself when it is ready.
+#[derive(Debug)]
+pub(super) struct Identity {
+    pub(super) transport: &'static str,
+    pub(super) session: String,
+    pub(super) control: Option<String>,
+    pub(super) epoch: Option<u64>,
+    pub(super) capacity: u64,
+}
+
+impl Publisher {
+    /// Takes the arena, or joins the store. What is wrong is noted.
+    pub(super) async fn start(config: &ServerConfig, problems: &mut Problems) -> Option<Self> {
+        if config.transport == TransportChoice::Store {
+            return problems.note(Self::store(config).await);
+        }
+        let data = problems.note(check_bind("data", config.data));
+        let control = problems.note(check_bind("control", config.control));
+        let backing = problems.note(match config.arena_kind {
+            ArenaKind::Shared => Backing::shared(config.arena.get()),
+            ArenaKind::Heap => Backing::heap(config.arena.get()),
+        });
+        let (backing, ()) = (backing?, data.and(control)?);
+        let settings = ArenaConfig::default().deadline(config.deadline).lease(config.lease);
+        problems.note(Arena::start(backing, settings).and_then(|arena| {
+            let sink = CaptureSink::start(arena.clone(), sink_config(config))?;
+            Ok(Self::Arena { arena, sink })
+        }))
+    }
+
+    #[cfg(feature = "store")]
+    async fn store(config: &ServerConfig) -> Result<Self> {
+        StorePublisher::start(config).await.map(Self::Store)
+    }
+
+    #[cfg(not(feature = "store"))]
+    async fn store(_: &ServerConfig) -> Result<Self> {
+        let error = Error::new(ErrorKind::Unsupported, "join Mooncake Store", "built without it");
+        Err(error.remedy("build with --features mooncake-python, or mooncake for a C library"))
+    }
+
+    pub(super) fn identity(&self) -> Identity {
+        match self {
+            Self::Arena { arena, sink } => Identity {
+                transport: "arena",
+                session: sink.session().to_string(),
+                control: Some(sink.control().to_string()),
+                epoch: Some(arena.epoch().0),
+                capacity: arena.capacity(),
+            },
+            #[cfg(feature = "store")]
+            Self::Store(store) => store.identity(),
+        }
+    }
+
+    /// Takes room for a batch: for all of it, or none.
+    pub(super) async fn reserve(
+        &self,
+        plans: Vec<SamplePlan>,
+        options: ReserveOptions,
+    ) -> Result<Reserved> {
+        match self {
+            Self::Arena { sink, .. } => {
+                let reserved = sink.reserve(plans, options).await.map_err(how_to_make_room);
+                reserved.map(Reserved::Arena)
+            }
+            #[cfg(feature = "store")]
+            Self::Store(store) => store.reserve(plans, options).await.map(Reserved::Store),
+        }
+    }
+
+    pub(super) async fn health(&self) -> Result<Health> {
+        match self {
+            Self::Arena { sink, .. } => sink.health().await,
+            #[cfg(feature = "store")]
+            Self::Store(store) => store.health().await,
+        }
+    }
+
+    pub(super) async fn close(&self) -> Result<()> {
+        match self {
+            Self::Arena { arena, sink } => {
+                let closed = sink.close().await;
+                arena.close();
+                closed
+            }
+            #[cfg(feature = "store")]
+            Self::Store(store) => store.close().await,
+        }
+    }
+}
+
+impl Reserved {
+    /// The bytes of one tensor; they hold whatever was there before.
+    pub(super) fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
+        match self {
+            Self::Arena(reservation) => reservation.bytes_mut(sample, object),
+            #[cfg(feature = "store")]
+            Self::Store(reservation) => reservation.bytes_mut(sample, object),
+        }
+    }
+
+    /// Records which model layers a sample's hidden states were taken from.
+    pub(super) fn set_aux_layer_ids(&mut self, sample: usize, layers: Option<Vec<i64>>) {
+        match self {
+            Self::Arena(reservation) => reservation.set_aux_layer_ids(sample, layers),
+            #[cfg(feature = "store")]
+            Self::Store(reservation) => reservation.set_aux_layer_ids(sample, layers),
+        }
+    }
+
+    /// Makes the batch readable and describes it.
+    pub(super) async fn publish(self) -> Result<Vec<Descriptor>> {
+        match self {
+            Self::Arena(reservation) => reservation.publish().await,
+            #[cfg(feature = "store")]
+            Self::Store(reservation) => reservation.publish().await,
+        }
+    }
+}
+
+/// Names the settings of this server, and of its trainers, that make room.
+fn how_to_make_room(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::CapacityExceeded if error.is_temporary() => error.remedy(
+            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or keep a lower \
+             watermark: release samples sooner (pipeline --quantum)",
+        ),
+        ErrorKind::CapacityExceeded => error.remedy(
+            "start the server with a larger arena (--arena or FEATURESTORE_ARENA), or send fewer \
+             or shorter prompts in a request",
+        ),
+        _ => error,
+    }
+}
+
+fn sink_config(config: &ServerConfig) -> SinkConfig {
+    let mut sink = SinkConfig::default();
+    sink.data_bind = config.data;
+    sink.control_bind = config.control;
+    sink.advertise_host.clone_from(&config.advertise);
+    sink.token.clone_from(&config.token);
+    sink.allow = AllowList::new(config.allow.clone());
+    sink
+}

@@ -1,0 +1,249 @@
+//! `featurestore rollout …`: both sides as processes, and Mooncake's objects as files.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Stdio,
+};
+
+use serde_json::Value;
+
+use crate::common::{Process, STEP, Server, featurestore, run};
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../rollout-codec/tests/golden").join(name)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("paths of tests are UTF-8")
+}
+
+/// Runs a command that must succeed and prints one JSON value.
+fn json(arguments: &[&str]) -> Value {
+    let ended = run(arguments);
+    assert!(ended.status.success(), "{arguments:?}: {}", ended.stderr);
+    serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{:?}: {e}", ended.stdout))
+}
+
+#[test]
+fn stored_objects_are_decoded_and_encoded_byte_for_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    for i in [1, 2, 4, 5, 6, 7] {
+        let file = |part: &str| golden(&format!("sample{i}{part}"));
+        let (objects, reference) = (file(".hex"), file("_ref.json"));
+        let decoded = fs::read_to_string(file("_decoded.json")).unwrap();
+        let arguments =
+            ["rollout", "decode", "--objects", text(&objects), "--ref", text(&reference)];
+        let ended = run(&arguments);
+        assert_eq!(ended.stdout.trim_end(), decoded.trim_end(), "sample{i}: {}", ended.stderr);
+        let line = json(&[&arguments[..], &["--json"]].concat());
+        assert_eq!(line, serde_json::from_str::<Value>(&decoded).unwrap());
+
+        let out = folder.path().join("out.hex");
+        let out_ref = folder.path().join("out.json");
+        let original = fs::read_to_string(&objects).unwrap();
+        let note = original.lines().next().unwrap().trim_start_matches("# ");
+        let chunk = match i {
+            2 => "40",
+            5 => "100",
+            _ => "67108864",
+        };
+        let ended = run(&[
+            "rollout",
+            "encode",
+            "--decoded",
+            text(&file("_decoded.json")),
+            "--ref",
+            text(&reference),
+            "--out",
+            text(&out),
+            "--out-ref",
+            text(&out_ref),
+            "--note",
+            note,
+            "--chunk-bytes",
+            chunk,
+        ]);
+        assert!(ended.status.success(), "sample{i}: {}", ended.stderr);
+        let objects_of = |text: &str| {
+            let mut objects: Vec<String> =
+                text.split("key ").skip(1).map(ToOwned::to_owned).collect();
+            objects.sort();
+            objects
+        };
+        let written = fs::read_to_string(&out).unwrap();
+        assert_eq!(objects_of(&written), objects_of(&original), "sample{i}");
+        let written = fs::read_to_string(&out_ref).unwrap();
+        assert_eq!(written, fs::read_to_string(&reference).unwrap(), "sample{i}");
+
+        let about = json(&[
+            "rollout",
+            "inspect",
+            "--objects",
+            text(&objects),
+            "--ref",
+            text(&reference),
+            "--json",
+        ]);
+        assert!(about["fields"].as_object().is_some_and(|fields| !fields.is_empty()));
+    }
+}
+
+#[test]
+fn members_need_a_manifest_key_only() {
+    let (objects, decoded) = (golden("sample3.hex"), golden("sample3_decoded.json"));
+    let dump = fs::read_to_string(&objects).unwrap();
+    let key = dump.lines().find_map(|line| line.strip_prefix("key ")).unwrap();
+    let ended = run(&["rollout", "decode", "--objects", text(&objects), "--manifest", key]);
+    let expected = fs::read_to_string(&decoded).unwrap();
+    assert_eq!(ended.stdout.trim_end(), expected.trim_end(), "{}", ended.stderr);
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out.hex");
+    let ended = run(&[
+        "rollout",
+        "encode",
+        "--decoded",
+        text(&decoded),
+        "--out",
+        text(&out),
+        "--prefix",
+        "golden3",
+        "--first-id",
+        "a0000000000000000000000000000005",
+    ]);
+    assert!(ended.status.success(), "{}", ended.stderr);
+    let written = fs::read_to_string(&out).unwrap();
+    assert_eq!(written.lines().skip(1).count(), dump.lines().skip(1).count());
+
+    let missing = run(&["rollout", "decode", "--objects", text(&objects), "--manifest", "no/key"]);
+    assert_eq!(missing.status.code(), Some(1));
+    assert!(missing.stderr.contains("no/key"), "{}", missing.stderr);
+    assert_eq!(run(&["rollout", "decode", "--objects", text(&objects)]).status.code(), Some(2));
+}
+
+/// A producer that stays until its guard goes.
+fn producer(arguments: &[&str]) -> Server {
+    let mut command = featurestore(&[&["rollout", "put"], arguments].concat());
+    command.stdin(Stdio::piped());
+    Server::spawn(command)
+}
+
+#[test]
+fn what_one_process_puts_another_gets() {
+    let folder = tempfile::tempdir().unwrap();
+    let handle = folder.path().join("handle.json");
+    for transport in ["shm", "tcp"] {
+        let put = producer(&[
+            "--transport",
+            transport,
+            "--payload",
+            "text:128MiB",
+            "--memory",
+            "192MiB",
+            "--handle-out",
+            text(&handle),
+        ]);
+        assert_eq!(put.ready["gathered_bytes"], put.ready["data_bytes"], "one copy");
+        assert_eq!(put.ready["copied_bytes"], 0);
+        let flags = ["--handle", text(&handle), "--transport", transport, "--pool", "192MiB"];
+        let got = json(&[&["rollout", "get"], &flags[..]].concat());
+        assert_eq!(got["rows"], put.ready["rows"]);
+        assert_eq!(got["transport"], transport);
+        // As the payload's specification has them.
+        for (name, checksum, elements) in [
+            ("tokens", "00000096aace515d", 8_515_985),
+            ("loss_masks", "003d8427003d85fb", 8_299_795),
+            ("rollout_log_probs", "a8d5c57c4676de96", 8_299_795),
+        ] {
+            let expected = serde_json::json!({"checksum": checksum, "elements": elements});
+            assert_eq!(got["fields"][name], expected, "{name}");
+        }
+        let moved = if transport == "shm" { "viewed_bytes" } else { "fetched_bytes" };
+        assert_eq!(got[moved], got["data_bytes"]);
+        assert_eq!(got["copied_bytes"], 0);
+
+        // The line that put prints is as good as the file.
+        let line = folder.path().join("line.json");
+        fs::write(&line, put.ready.to_string()).unwrap();
+        let from_line = ["--handle", text(&line), "--transport", transport, "--pool", "192MiB"];
+        let about = json(&[&["rollout", "inspect", "--json"], &from_line[..]].concat());
+        let fields = about["fields"].as_array().unwrap();
+        let tokens = fields.iter().find(|field| field["name"] == "tokens").unwrap();
+        assert_eq!((&tokens["dtype"], &tokens["checked"]), (&"int64".into(), &true.into()));
+        assert_eq!(tokens["rows"], got["rows"]);
+        let table = run(&[&["rollout", "inspect", "--header-only"], &flags[..]].concat());
+        assert!(table.stdout.contains("not compared"), "{} {}", table.stdout, table.stderr);
+
+        let rows =
+            [&["rollout", "get", "--fields", "tokens", "--rows", "1,0"], &flags[..]].concat();
+        let rows = json(&rows);
+        let lengths = rows["fields"]["tokens"]["row_bytes"].clone();
+        assert_eq!(lengths, serde_json::json!([8 * (338 + 3865), 8 * (73 + 5281)]));
+
+        let clean = [text(&handle), "--transport", transport, "--pool", "192MiB"];
+        let clean = [&["rollout", "cleanup"], &clean[..]].concat();
+        assert_eq!(json(&clean)["removed"], 1);
+        assert_eq!(json(&clean)["already_gone"], 1);
+        let gone = run(&[&["rollout", "get"], &flags[..]].concat());
+        assert_eq!(gone.status.code(), Some(1));
+        assert!(gone.stderr.contains("not found"), "{}", gone.stderr);
+
+        let mut process: Process = put.process;
+        drop(process.stdin());
+        let ended = process.end(STEP);
+        assert!(ended.status.success(), "{}", ended.stderr);
+    }
+    assert_eq!(json(&["rollout", "cleanup"])["removed"], 0, "none is fine");
+}
+
+#[test]
+fn real_files_are_put_and_checked() {
+    let captures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/minilm-capture");
+    let folder = tempfile::tempdir().unwrap();
+    let handle = folder.path().join("handle.json");
+    let put =
+        producer(&["--input", text(&captures), "--memory", "64MiB", "--handle-out", text(&handle)]);
+    assert_eq!(put.ready["rows"], 3);
+    let about = json(&["rollout", "inspect", "--json", "--handle", text(&handle)]);
+    let fields = about["fields"].as_array().unwrap();
+    assert!(fields.len() > 2 && fields.iter().all(|field| field["checked"] == true), "{about}");
+    let ids = fields.iter().find(|field| field["name"] == "input_ids").unwrap();
+    assert_eq!(ids["dtype"], "int64");
+}
+
+#[test]
+fn the_bench_compares_what_it_moves() {
+    let bench = ["rollout", "bench", "--payload", "text:4MiB", "--reps", "2", "--warmup", "1"];
+    for transport in ["shm", "tcp"] {
+        let flags = ["--transport", transport, "--pool", "64MiB", "--json"];
+        let ended = run(&[&bench[..], &flags[..]].concat());
+        assert!(ended.status.success(), "{}", ended.stderr);
+        let lines: Vec<Value> =
+            ended.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let steps: Vec<&str> = lines.iter().filter_map(|line| line["step"].as_str()).collect();
+        assert_eq!(steps, ["put", "get", "put+get", "consume", "counters"]);
+        assert!(lines[0]["median_ms"].as_f64().unwrap() > 0.0);
+        assert_eq!(lines[4]["extra_copied_bytes"], 0);
+    }
+}
+
+#[test]
+fn mistakes_are_named() {
+    for (arguments, says) in [
+        (&["rollout", "put", "--payload", "prose"][..], "text+r3"),
+        (&["rollout", "put", "--narrow", "tokens"], "FIELD=TYPE"),
+        (&["rollout", "get"], "--handle"),
+        (&["rollout", "inspect"], "--handle"),
+        (&["rollout", "get", "--handle", "x", "--rows", "1"], "--fields"),
+    ] {
+        let ended = run(arguments);
+        assert_eq!(ended.status.code(), Some(2), "{arguments:?}");
+        assert!(ended.stderr.contains(says), "{arguments:?}: {}", ended.stderr);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("handle.json");
+    fs::write(&file, "{}").unwrap();
+    let ended = run(&["rollout", "get", "--handle", text(&file)]);
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.contains("handle.json"), "{}", ended.stderr);
+}

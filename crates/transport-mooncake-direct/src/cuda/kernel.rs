@@ -1,0 +1,166 @@
+//! The gather kernel: many pieces of memory copied by one launch.
+//!
+//! `gather.ptx` is made from `gather.cu` and loaded by the driver, which makes machine code of it
+//! for whatever device is there. After a change of `gather.cu`, with the NVRTC library of CUDA 12.3
+//! where the loader finds it:
+//!
+//! ```text
+//! cargo run -p xtask --features ptx -- ptx
+//! ```
+
+use std::sync::Arc;
+
+use capture_arena::cuda::{
+    CopyOp, Device, DeviceAttribute, DevicePtr, During, FunctionId, KernelArg, Launch, ModuleId,
+    Stream,
+};
+use transport_core::{Error, ErrorKind, Result};
+
+use super::sequence::{HEAD_WORDS, PIECE_WORDS, Sequence, Share, Signal, write_pieces};
+
+/// The device code. Ends with a zero byte, as the driver wants it.
+const PTX: &str = concat!(include_str!("gather.ptx"), "\0");
+/// Oldest CUDA version whose driver reads it.
+const MIN_CUDA: (u32, u32) = (12, 3);
+/// Pieces that travel with a launch: a kernel for each number, the smallest one costs least.
+pub(super) const INLINE: [usize; 3] = [8, 168, 1360];
+const INLINE_NAMES: [&str; 3] = ["gather_inline_8", "gather_inline_168", "gather_inline_1360"];
+const LIST_NAME: &str = "gather_list";
+
+/// The kernel, loaded on one device. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct GatherKernel(Arc<Loaded>);
+
+#[derive(Debug)]
+struct Loaded {
+    device: Device,
+    module: ModuleId,
+    list: FunctionId,
+    inline: [FunctionId; 3],
+    multiprocessors: u32,
+}
+
+impl GatherKernel {
+    /// Loads it, which takes the driver some milliseconds.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] where the driver is older than CUDA 12.3.
+    pub fn load(device: &Device) -> Result<Self> {
+        Self::load_code(device, PTX.as_bytes())
+    }
+
+    /// Loads other code with the same kernels, to compare with: PTX ended by a zero byte, or a
+    /// binary.
+    #[doc(hidden)]
+    pub fn load_code(device: &Device, code: &[u8]) -> Result<Self> {
+        const OPERATION: &str = "load gather kernel";
+        let found = device.api().driver().version;
+        if found < MIN_CUDA {
+            return Err(Error::new(ErrorKind::Unsupported, OPERATION, "the driver is too old")
+                .with("expected", format_args!("CUDA {}.{}", MIN_CUDA.0, MIN_CUDA.1))
+                .with("found", format_args!("CUDA {}.{}", found.0, found.1))
+                .remedy("install a newer driver"));
+        }
+        let _bound = device.bind()?;
+        let api = device.api();
+        let count = api.device_attribute(device.ordinal(), DeviceAttribute::Multiprocessors);
+        let module = api.module_load(code).during(OPERATION)?;
+        let mut loaded = Loaded {
+            device: device.clone(),
+            module,
+            list: FunctionId(0),
+            inline: [FunctionId(0); 3],
+            multiprocessors: u32::try_from(count.during(OPERATION)?).unwrap_or(1).max(1),
+        };
+        let function = |name| {
+            // SAFETY: the module was loaded just now.
+            unsafe { api.module_function(module, name) }.during(OPERATION)
+        };
+        loaded.list = function(LIST_NAME)?;
+        for (place, name) in loaded.inline.iter_mut().zip(INLINE_NAMES) {
+            *place = function(name)?;
+        }
+        Ok(Self(Arc::new(loaded)))
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    pub(super) fn share(&self, blocks_each: u32, rounds: u32) -> Share {
+        Share { multiprocessors: self.0.multiprocessors, blocks_each, rounds }
+    }
+
+    /// Queues one launch for as many of `ops` as `words` takes, and returns how many those are. The
+    /// pieces travel with the launch; `words` may be used again at once.
+    ///
+    /// # Safety
+    /// As [`Stream::copy`], for each of `ops`; no destination overlaps another one or a source.
+    /// What the signal names lives until it has come.
+    pub(super) unsafe fn launch_inline(
+        &self,
+        stream: &Stream,
+        ops: &[CopyOp],
+        share: Share,
+        signal: Option<Signal>,
+        words: &mut [u64],
+    ) -> Result<usize> {
+        let most = INLINE[INLINE.len() - 1].min((words.len() - HEAD_WORDS) / PIECE_WORDS);
+        let pieces = &mut words[HEAD_WORDS..][..most * PIECE_WORDS];
+        let (used, sequence) = write_pieces(ops, pieces);
+        let which = INLINE.iter().position(|&n| n >= sequence.count as usize);
+        let which = which.expect("no more pieces than the largest kernel takes");
+        let deal = sequence.deal(share);
+        // What came last tells whoever waits; earlier launches are done before it.
+        let signal = signal.filter(|_| used == ops.len());
+        sequence.write_head(&deal, signal, words);
+        let words = &words[..HEAD_WORDS + INLINE[which] * PIECE_WORDS];
+        let launch =
+            Launch { grid: [deal.blocks, 1, 1], block: [deal.threads, 1, 1], shared_bytes: 0 };
+        let args = [KernelArg::Bytes(as_bytes(words))];
+        // SAFETY: one structure of that size is what this kernel takes; the rest is the caller's
+        // promise.
+        unsafe { stream.launch(self.0.inline[which], launch, &args) }?;
+        Ok(used)
+    }
+
+    /// Queues one launch for pieces that lie in memory at `list`.
+    ///
+    /// # Safety
+    /// `list` holds the pieces of `sequence` once the stream gets there, and until it is past; for
+    /// the pieces as [`Self::launch_inline`].
+    pub(super) unsafe fn launch_list(
+        &self,
+        stream: &Stream,
+        list: DevicePtr,
+        sequence: Sequence,
+        share: Share,
+        signal: Option<Signal>,
+    ) -> Result<()> {
+        let deal = sequence.deal(share);
+        let mut head = [0; HEAD_WORDS];
+        sequence.write_head(&deal, signal, &mut head);
+        let launch =
+            Launch { grid: [deal.blocks, 1, 1], block: [deal.threads, 1, 1], shared_bytes: 0 };
+        let args = [KernelArg::Bytes(as_bytes(&head)), KernelArg::U64(list.0)];
+        // SAFETY: a head and an address are what this kernel takes; the rest is the caller's
+        // promise.
+        unsafe { stream.launch(self.0.list, launch, &args) }
+    }
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: loaded by `load`; every launch keeps the kernel alive until it is done.
+            let _ = unsafe { self.device.api().module_unload(self.module) };
+        }
+    }
+}
+
+/// The bytes of words, as they lie in memory.
+fn as_bytes(words: &[u64]) -> &[u8] {
+    // SAFETY: every byte of an integer is initialised, and bytes are aligned anywhere.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
+}

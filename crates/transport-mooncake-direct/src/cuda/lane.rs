@@ -1,0 +1,378 @@
+//! A lane: streams of one device and what it takes to run batches of copies on them, one at a time.
+
+use std::{
+    fmt,
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+use capture_arena::cuda::{CopyOp, Device, DevicePtr, During, Pinned, Stream};
+use transport_core::{Error, ErrorKind, Result};
+
+use super::{
+    kernel::{GatherKernel, INLINE},
+    sequence::{HEAD_WORDS, PIECE_WORDS, Signal, write_pieces},
+};
+
+/// Pieces of the longest list that is uploaded; longer batches take several lists.
+const LIST_PIECES: usize = 16 << 10;
+/// Bytes in front of the lists: the word that tells that the kernel is done, in host memory, and
+/// the counter of blocks, on the device.
+const FRONT: usize = 256;
+const LIST_BYTES: usize = LIST_PIECES * PIECE_WORDS * 8;
+/// How long a wait looks as often as it can. Then it sleeps between looks, for [`NAP`].
+const SPIN: Duration = Duration::from_millis(5);
+const NAP: Duration = Duration::from_micros(50);
+/// Looks at the signal between two questions to the driver, which costs more and finds faults.
+const LOOKS: u32 = 2048;
+/// How long a lane that is dropped waits for work that nobody waited for.
+const DROP_BOUND: Duration = Duration::from_secs(10);
+
+/// What goes through the copy engine, and how the kernel is used for the rest.
+///
+/// The defaults are from measurements on an H200; see `benches/results`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyPolicy {
+    /// Pieces of at least so many bytes go through the copy engine, one call each; shorter ones
+    /// through the kernel, all in one launch.
+    pub copy_from: u64,
+    /// Batches of more pieces have their list uploaded. Others are sent along with the launch, in
+    /// several launches if need be.
+    pub upload_above: usize,
+    /// Uploaded lists stay in host memory, where the kernel reads them.
+    pub list_in_host_memory: bool,
+    /// Blocks of the kernel on each multiprocessor.
+    pub blocks_each: u32,
+    /// Chunks that each warp gets, where there is enough work.
+    pub rounds: u32,
+    /// How the end is waited for.
+    pub wait: Wait,
+}
+
+/// How the end of a batch is waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Wait {
+    /// Looks at a word in host memory that the kernel writes. Copies are asked about.
+    Signal,
+    /// Asks the driver again and again.
+    Ask,
+    /// Leaves it to the driver, without a bound.
+    Driver,
+}
+
+impl Default for CopyPolicy {
+    fn default() -> Self {
+        Self {
+            copy_from: 16 << 20,
+            upload_above: INLINE[2],
+            list_in_host_memory: false,
+            blocks_each: 2,
+            rounds: 2,
+            wait: Wait::Signal,
+        }
+    }
+}
+
+/// Runs batches of copies, one at a time: large pieces through the copy engine, the others through
+/// the gather kernel. Both at once where a batch has both.
+///
+/// Belongs to no thread. Every call costs the calling thread what it takes, and no other one.
+pub struct CopyLane {
+    kernel: GatherKernel,
+    policy: CopyPolicy,
+    gathers: Stream,
+    copies: Stream,
+    words: Vec<u64>,     // of launches that carry their pieces
+    small: Vec<CopyOp>,  // of a batch that has both
+    host: Pinned,        // signal, then lists
+    device: DeviceBlock, // counter, then lists
+    ticket: u32,
+    signalled: bool, // the last launch of the batch writes the ticket
+    is_gathering: bool,
+    is_copying: bool,
+}
+
+impl CopyLane {
+    /// A lane on the kernel's device.
+    pub fn new(kernel: &GatherKernel, policy: CopyPolicy) -> Result<Self> {
+        let device = kernel.device();
+        let gathers = device.stream()?;
+        let block = DeviceBlock::new(device, (FRONT + LIST_BYTES) as u64)?;
+        // SAFETY: just allocated, and nothing else uses it.
+        unsafe { gathers.fill(block.at, 0, FRONT as u64) }?;
+        gathers.synchronize()?;
+        Ok(Self {
+            kernel: kernel.clone(),
+            policy,
+            gathers,
+            copies: device.stream()?,
+            words: vec![0; HEAD_WORDS + INLINE[INLINE.len() - 1] * PIECE_WORDS],
+            small: Vec::new(),
+            host: device.pinned(FRONT + LIST_BYTES)?,
+            device: block,
+            ticket: 0,
+            signalled: false,
+            is_gathering: false,
+            is_copying: false,
+        })
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        self.kernel.device()
+    }
+
+    /// How it copies.
+    pub fn policy(&self) -> &CopyPolicy {
+        &self.policy
+    }
+
+    /// Changes how it copies, from the next batch on.
+    pub fn set_policy(&mut self, policy: CopyPolicy) {
+        self.policy = policy;
+    }
+
+    /// The stream of the copy engine, for work that comes before or after a batch.
+    pub fn copy_stream(&self) -> &Stream {
+        &self.copies
+    }
+
+    /// Whether nothing runs that was started here.
+    pub fn is_idle(&self) -> bool {
+        !self.is_gathering && !self.is_copying
+    }
+
+    /// Copies, and returns when all is done.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] at the deadline: the copies may still run, and both ends must stay
+    /// until [`Self::finish`] has succeeded or reported something else.
+    ///
+    /// # Safety
+    /// As [`Self::start`].
+    pub unsafe fn run(&mut self, ops: &[CopyOp], deadline: Instant) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(ops, deadline) }?;
+        self.finish(deadline)
+    }
+
+    /// Starts copying. An error may leave a part running; [`Self::finish`] tells when it is over.
+    ///
+    /// The deadline counts where a batch needs several lists, each of which waits for the one
+    /// before.
+    ///
+    /// # Safety
+    /// All ranges stay mapped until the copies are done. Nothing else uses the destinations until
+    /// then, and nothing writes the sources. No destination overlaps another one or a source.
+    pub unsafe fn start(&mut self, ops: &[CopyOp], deadline: Instant) -> Result<()> {
+        if !self.is_idle() {
+            return Err(Error::new(ErrorKind::Busy, "copy", "the lane's last batch still runs")
+                .remedy("finish it first, or use another lane"));
+        }
+        let device = self.device().clone();
+        let _bound = device.bind()?; // once for all calls
+        let from = self.policy.copy_from;
+        let large = ops.iter().filter(|op| op.len >= from).count();
+        if large == ops.len() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.copy(ops) };
+        }
+        if large == 0 {
+            // SAFETY: as above.
+            return unsafe { self.gather(ops, deadline) };
+        }
+        let mut small = std::mem::take(&mut self.small);
+        small.clear();
+        small.extend(ops.iter().filter(|op| op.len < from));
+        // The copies first: they take longer.
+        // SAFETY: as above.
+        let mut started = unsafe { self.copy(ops) };
+        if started.is_ok() {
+            // SAFETY: as above.
+            started = unsafe { self.gather(&small, deadline) };
+        }
+        self.small = small;
+        started
+    }
+
+    /// Waits until all that was started is done.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] at the deadline: it may still run. Any other error: nothing runs any
+    /// more, and nobody knows what was copied.
+    pub fn finish(&mut self, deadline: Instant) -> Result<()> {
+        let gathered = match self.is_gathering {
+            true => self.finish_gather(deadline),
+            false => Ok(()),
+        };
+        if gathered.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout) {
+            return gathered;
+        }
+        self.is_gathering = false;
+        let copied = match (self.is_copying, self.policy.wait) {
+            (false, _) => Ok(()),
+            (true, Wait::Driver) => self.copies.synchronize(),
+            (true, _) => until(deadline, || self.copies.is_done()),
+        };
+        if copied.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout) {
+            return copied;
+        }
+        self.is_copying = false;
+        gathered.and(copied)
+    }
+
+    /// Queues the large ones.
+    unsafe fn copy(&mut self, ops: &[CopyOp]) -> Result<()> {
+        for op in ops.iter().filter(|op| op.len >= self.policy.copy_from) {
+            self.is_copying = true;
+            // SAFETY: the caller's promise.
+            unsafe { self.copies.copy(op.dst, op.src, op.len) }?;
+        }
+        Ok(())
+    }
+
+    /// Queues launches for all of them.
+    unsafe fn gather(&mut self, mut ops: &[CopyOp], deadline: Instant) -> Result<()> {
+        let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
+        self.ticket = self.ticket.wrapping_add(1);
+        self.signalled = self.policy.wait == Wait::Signal;
+        let signal = self.signalled.then_some(Signal {
+            blocks: self.device.at.0,
+            done: self.host.address().0,
+            ticket: self.ticket,
+        });
+        if ops.len() <= self.policy.upload_above {
+            while !ops.is_empty() {
+                self.is_gathering = true;
+                // SAFETY: the caller's promise; the signal's words are the lane's.
+                let used = unsafe {
+                    self.kernel.launch_inline(&self.gathers, ops, share, signal, &mut self.words)
+                }?;
+                ops = &ops[used..];
+            }
+            return Ok(());
+        }
+        while !ops.is_empty() {
+            if self.is_gathering {
+                until(deadline, || self.gathers.is_done())?; // the list is still read
+            }
+            let list = &mut self.host.as_mut_slice()[FRONT..];
+            // SAFETY: every pattern of bits is an integer.
+            let (_, words, _) = unsafe { list.align_to_mut::<u64>() };
+            let (used, sequence) = write_pieces(ops, words);
+            ops = &ops[used..];
+            let bytes = sequence.count as usize * PIECE_WORDS * 8;
+            let in_host = self.host.address().offset(FRONT as u64);
+            self.is_gathering = true;
+            let list = if self.policy.list_in_host_memory {
+                in_host
+            } else {
+                let list = self.device.at.offset(FRONT as u64);
+                // SAFETY: the lane's own memory, which nothing uses before the launch that follows.
+                unsafe { self.gathers.copy(list, in_host, bytes as u64) }?;
+                list
+            };
+            let signal = signal.filter(|_| ops.is_empty());
+            // SAFETY: the list is there when the stream gets to the launch, and is written again
+            // only when it is past; the rest is the caller's promise.
+            unsafe { self.kernel.launch_list(&self.gathers, list, sequence, share, signal) }?;
+        }
+        Ok(())
+    }
+
+    fn finish_gather(&self, deadline: Instant) -> Result<()> {
+        match self.policy.wait {
+            Wait::Driver => self.gathers.synchronize(),
+            _ if !self.signalled => until(deadline, || self.gathers.is_done()),
+            _ => {
+                let word = self.host.address().0 as *mut u32;
+                // SAFETY: aligned memory of the lane, which nothing but the kernel writes.
+                let word = unsafe { AtomicU32::from_ptr(word) };
+                until(deadline, || {
+                    for _ in 0..LOOKS {
+                        if word.load(Ordering::Acquire) == self.ticket {
+                            return Ok(true);
+                        }
+                        std::hint::spin_loop();
+                    }
+                    // Also where a launch failed before the one that tells.
+                    self.gathers.is_done()
+                })
+            }
+        }
+    }
+}
+
+impl Drop for CopyLane {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + DROP_BOUND;
+        let waited = self.finish(deadline).err().map(|e| e.kind());
+        // A signal says that the bytes are there; the launch itself ends a moment later.
+        let ended = until(deadline, || self.gathers.is_done()).err().map(|e| e.kind());
+        if waited == Some(ErrorKind::Timeout) || ended == Some(ErrorKind::Timeout) {
+            // Lists that the device may still read are never given back.
+            self.device.forget();
+        }
+    }
+}
+
+impl fmt::Debug for CopyLane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyLane")
+            .field("device", &self.device().ordinal())
+            .field("policy", &self.policy)
+            .field("idle", &self.is_idle())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Memory of the device, given back when dropped.
+struct DeviceBlock {
+    device: Device,
+    at: DevicePtr,
+    is_forgotten: bool,
+}
+
+impl DeviceBlock {
+    fn new(device: &Device, len: u64) -> Result<Self> {
+        let _bound = device.bind()?;
+        let at = device.api().alloc(len).during("allocate lists on the device")?;
+        Ok(Self { device: device.clone(), at, is_forgotten: false })
+    }
+
+    fn forget(&mut self) {
+        self.is_forgotten = true;
+    }
+}
+
+impl Drop for DeviceBlock {
+    fn drop(&mut self) {
+        if !self.is_forgotten
+            && let Ok(_bound) = self.device.bind()
+        {
+            // SAFETY: allocated by `new`; the lane has waited for its users.
+            let _ = unsafe { self.device.api().free(self.at) };
+        }
+    }
+}
+
+/// Looks until it is done: as often as possible at first, then between naps.
+fn until(deadline: Instant, mut is_done: impl FnMut() -> Result<bool>) -> Result<()> {
+    if is_done()? {
+        return Ok(());
+    }
+    let started = Instant::now();
+    while !is_done()? {
+        let now = Instant::now();
+        if now >= deadline {
+            return Err(Error::new(ErrorKind::Timeout, "copy", "the device is not done in time")
+                .with("waited_ms", now.saturating_duration_since(started).as_millis())
+                .remedy("allow more time, or look for other work that keeps the device busy"));
+        }
+        if now.duration_since(started) > SPIN {
+            std::thread::sleep(NAP);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! Views of mapped memory: no release, claim or close changes what they show. Silence is another
+//! process's matter: see the fault tests.
+
+mod support;
+
+use std::{sync::Arc, time::Duration};
+
+use capture_arena::{Backing, RegionPool};
+use support::*;
+use transport_core::{
+    ClientId, Descriptor, Destination, ErrorKind, FetchOptions, FetchRequest, Location, SessionName,
+};
+use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine};
+
+fn named(client: &str) -> DirectTransport {
+    DirectTransport::builder()
+        .engine(Engine::Shm)
+        .client_id(ClientId::new(client).unwrap())
+        .lease(Duration::from_millis(300))
+        .build()
+        .unwrap()
+}
+
+fn resident(sink: &CaptureSink) -> u64 {
+    sink.health_blocking().unwrap().resident_samples
+}
+
+#[test]
+fn the_last_of_many_views_sends_the_release_wherever_it_is_dropped() {
+    let sink = sink(MIB);
+    let consumer = consumer(Engine::Shm);
+    let sample = publish(&sink, "x", 1, &[5000, 0, 8]);
+    let views: Vec<_> = (0..4).map(|_| view(&consumer, &sample).unwrap()).collect();
+    // Parts of a tensor count like the whole.
+    let part = views[0].tensors[0].data.slice(4990..5000).unwrap();
+    let report = consumer.release_blocking(vec![sample.clone().into(), sample.clone().into()]);
+    let report = report.unwrap();
+    assert_eq!((report.deferred, report.already_gone, report.released), (1, 1, 0));
+    std::thread::scope(|scope| {
+        for view in views {
+            scope.spawn(move || drop(view));
+        }
+    });
+    assert_eq!(consumer.health_blocking().unwrap().deferred_samples, 1);
+    assert_eq!(resident(&sink), 1);
+    assert_eq!(part.as_ref()[9], byte(1, 4999));
+    drop(part);
+    eventually("the release arrives", || resident(&sink) == 0);
+    assert_eq!(consumer.health_blocking().unwrap().deferred_samples, 0);
+    // A fetch that comes right after the last view asks after the release.
+    for round in 0..50 {
+        let sample = publish(&sink, "y", round, &[100]);
+        let viewed = view(&consumer, &sample).unwrap();
+        assert_eq!(consumer.release_blocking(vec![sample.clone().into()]).unwrap().deferred, 1);
+        drop(viewed);
+        assert_eq!(view(&consumer, &sample).unwrap_err().kind(), ErrorKind::NotFound);
+    }
+}
+
+#[test]
+fn a_release_during_a_copy_waits_for_its_end() {
+    let sink = sink(MIB);
+    let pool = RegionPool::new(Backing::heap(MIB).unwrap()).unwrap();
+    let builder = DirectTransport::builder().engine(Engine::Shm).pool(pool);
+    let consumer = builder.transfer_delay(Duration::from_millis(400)).build().unwrap();
+    let sample = publish(&sink, "x", 1, &[5000]);
+    std::thread::scope(|scope| {
+        let copying = scope.spawn(|| {
+            let request = FetchRequest::new(sample.clone(), Destination::Pool);
+            consumer.fetch_blocking(vec![request], &FetchOptions::default())
+        });
+        eventually("it is claimed", || sink.control_stats().lines >= 2);
+        std::thread::sleep(Duration::from_millis(50));
+        let report = consumer.release_blocking(vec![sample.clone().into()]).unwrap();
+        assert_eq!((report.deferred, report.released), (1, 0));
+        assert_eq!(resident(&sink), 1, "the copy is still being made");
+        let error = copying.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    });
+    eventually("the release arrives", || resident(&sink) == 0);
+}
+
+#[test]
+fn a_claim_that_does_not_fit_takes_nothing_from_an_earlier_one() {
+    let sink = sink(MIB);
+    let sample = publish(&sink, "x", 1, &[1000]);
+    let (epoch, seq) = (sink.arena().epoch(), sample.features[0].seq.unwrap());
+    let at = address(&sample, 0);
+    let mut holder = raw(sink.control());
+    say(&mut holder, r#"{"op":"hello","version":1,"client":"holder","lease_ms":30000}"#);
+    read_line(&mut holder);
+    for (at, outcome) in [(at, r#""stale":[]"#), (at + 512, r#""stale":[0]"#)] {
+        let object = format!(r#"["test/x/g1/t0",{seq},{at},1000]"#);
+        say(&mut holder, format!(r#"{{"op":"hold","id":1,"epoch":{epoch},"objects":[{object}]}}"#));
+        let answer = read_line(&mut holder);
+        assert!(answer.contains(outcome), "{answer}");
+    }
+    // Somebody else frees it: it drains, and stays for its holder.
+    let stranger = consumer(Engine::Tcp);
+    stranger.release_blocking(vec![sample.into()]).unwrap();
+    assert_eq!(resident(&sink), 1);
+    say(&mut holder, r#"{"op":"bye"}"#);
+    eventually("the holder leaves", || resident(&sink) == 0);
+}
+
+#[test]
+fn two_consumers_of_one_name_cannot_release_each_others_views() {
+    let sink = sink(MIB);
+    let first = named("twin");
+    let sample = publish(&sink, "x", 1, &[1000]);
+    let viewed = view(&first, &sample).unwrap();
+    for engine in [Engine::Shm, Engine::Tcp] {
+        let second = DirectTransport::builder()
+            .engine(engine)
+            .client_id(ClientId::new("twin").unwrap())
+            .build()
+            .unwrap();
+        let error = second.release_blocking(vec![sample.clone().into()]).unwrap_err().to_string();
+        assert!(error.contains("client id of its own") || error.contains("another"), "{error}");
+        assert_eq!(resident(&sink), 1);
+    }
+    // The first one ends, but not what it looks at.
+    assert_eq!(first.release_blocking(vec![sample.into()]).unwrap().deferred, 1);
+    first.close_blocking();
+    assert_eq!(sink.health_blocking().unwrap().stalled_clients, 1);
+    let other = publish(&sink, "y", 2, &[1000]);
+    let third = named("twin");
+    let busy = view(&third, &other).unwrap_err().to_string();
+    assert!(busy.contains("another"), "{busy}");
+    assert_eq!(viewed.tensors[0].data.as_ref()[999], byte(1, 999));
+    drop((viewed, third));
+    eventually("the first one's sample goes", || resident(&sink) == 1);
+    view(&named("twin"), &other).unwrap();
+}
+
+#[test]
+fn a_server_is_known_under_one_name() {
+    for engine in [Engine::Shm, Engine::Tcp] {
+        let (sink, consumer) = (sink(MIB), consumer(engine));
+        let sample = publish(&sink, "x", 1, &[1000]);
+        let mut renamed = Descriptor::clone(&sample);
+        let Location::Arena(arena) = &mut renamed.location else { panic!("not in an arena") };
+        arena.control = SessionName::new("localhost", arena.control.port()).unwrap();
+        let found = arena.control.to_string();
+        let renamed = Arc::new(renamed);
+        fetch_and_check(&consumer, &sample, 1).unwrap();
+        let errors = [
+            fetch_and_check(&consumer, &renamed, 1).unwrap_err(),
+            consumer.release_blocking(vec![renamed.clone().into()]).unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+            assert_eq!(error.context("found"), Some(&*found));
+        }
+        assert_eq!(resident(&sink), 1);
+    }
+}
+
+#[test]
+fn samples_that_do_not_tell_their_life_cannot_be_mapped() {
+    let sink = sink(MIB);
+    let consumer = consumer(Engine::Shm);
+    let told = publish(&sink, "x", 1, &[1000, 8]);
+    let mut no_epoch = Descriptor::clone(&told);
+    let Location::Arena(arena) = &mut no_epoch.location else { panic!("not in an arena") };
+    arena.epoch = None;
+    let mut no_seq = Descriptor::clone(&told);
+    no_seq.features[1].seq = None;
+    for (descriptor, missing) in [(no_epoch, "epoch"), (no_seq, "sequence number")] {
+        let descriptor = Arc::new(descriptor);
+        let errors = [
+            view(&consumer, &descriptor).unwrap_err(),
+            consumer.release_blocking(vec![descriptor.into()]).unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            assert_eq!(error.context("missing"), Some(missing));
+            assert!(error.context("key").unwrap().contains("test/x/g1"), "{error}");
+        }
+    }
+    assert_eq!(resident(&sink), 1);
+}

@@ -1,0 +1,103 @@
+//! The tests behind the features that load Mooncake.
+
+use std::{env, process::Command};
+
+use super::{BINARY, Session, TEST_LIMIT};
+use crate::{libtest::Skipped, mooncake::Mooncake};
+
+/// Features of the members that bring Mooncake in. None is on by default.
+const FEATURES: [&str; 2] = ["mooncake", "mooncake-python"];
+/// How the reason of an ignored test starts that wants a real Mooncake.
+const REASON: &str = "needs a Mooncake venv";
+/// Modules behind those features; their unit tests are not part of a default build.
+const MODULES: [&str; 5] = ["cabi::", "loading::", "mooncake::", "python::", "search::"];
+
+impl Session<'_> {
+    /// Builds the members with Mooncake's features and runs what these add: first what needs nothing
+    /// else, then what needs a real Mooncake, which is installed if that can be done.
+    ///
+    /// All members are selected and few targets built: with the members alone the resolver would
+    /// give their dependencies other features, and half of the registry would be built anew.
+    pub(super) fn tests_with_mooncake(&mut self, quick: bool) {
+        let targets: Vec<String> =
+            self.workspace.members.iter().flat_map(|member| member.tests_for(&FEATURES)).collect();
+        self.heading("tests of what loads Mooncake");
+        let mut command = self.with_mooncake();
+        command.args(["--lib", "--"]).args(MODULES);
+        let step = "unit tests with Mooncake's features";
+        let mut units = self.read(step, &mut command, TEST_LIMIT);
+        units.forget_skipped(&self.tally); // modules of the same names in a default build
+        self.tally.add(units);
+
+        let mut command = self.with_mooncake();
+        command.args(targets.iter().flat_map(|target| ["--test", target]));
+        if quick {
+            command.env("PROPTEST_CASES", env::var("PROPTEST_CASES").unwrap_or("16".into()));
+        }
+        let mut tally = self.read("tests with Mooncake's features", &mut command, TEST_LIMIT);
+        tally.forget_skipped(&self.tally);
+        let waits = |skipped: &Skipped| skipped.why.starts_with(REASON);
+        let (waiting, rest) = tally.skipped.into_iter().partition(waits);
+        tally.skipped = rest;
+        self.tally.add(tally);
+        if quick {
+            self.tally.skipped.extend(waiting.into_iter().map(|test: Skipped| {
+                Skipped::new(test.what, "needs a real Mooncake: left out by --quick")
+            }));
+        } else {
+            self.tests_with_real_mooncake(&targets, waiting);
+        }
+    }
+
+    fn tests_with_real_mooncake(&mut self, targets: &[String], waiting: Vec<Skipped>) {
+        self.heading("Mooncake itself");
+        let mooncake = Mooncake::prepare(self.workspace);
+        let (mut can_run, mut cannot) = (Vec::new(), Vec::new());
+        for test in waiting {
+            match mooncake.obstacle(&test.why) {
+                None => can_run.push(test),
+                Some(why) => {
+                    cannot.push(Skipped::new(test.what, format!("needs a real Mooncake: {why}")));
+                }
+            }
+        }
+        self.tally.skipped.extend(cannot);
+        if can_run.is_empty() {
+            return;
+        }
+        let step = "tests against a real Mooncake";
+        self.heading(step);
+        let mut command = self.with_mooncake();
+        command.args(targets.iter().flat_map(|target| ["--test", target]));
+        command.args(["--", "--ignored", "--exact"]).args(can_run.iter().map(Skipped::test));
+        command.envs(mooncake.variables());
+        // Mooncake logs every connection; its errors stay.
+        for variable in ["MC_LOG_LEVEL", "GLOG_minloglevel"] {
+            if env::var_os(variable).is_none() {
+                command.env(variable, if variable == "MC_LOG_LEVEL" { "ERROR" } else { "2" });
+            }
+        }
+        let mut tally = self.read(step, &mut command, TEST_LIMIT);
+        tally.require(step, can_run.len());
+        self.tally.add(tally);
+    }
+
+    fn with_mooncake(&self) -> Command {
+        let features: Vec<String> = self
+            .workspace
+            .members
+            .iter()
+            .flat_map(|member| {
+                let known = FEATURES.iter().filter(|name| member.features.contains(**name));
+                known.map(|name| format!("{}/{name}", member.name))
+            })
+            .collect();
+        let mut command = self.workspace.cargo();
+        command.args(["test", "--workspace", "--no-fail-fast", "--features"]);
+        command.arg(features.join(","));
+        if self.has_binary {
+            command.env(BINARY, self.workspace.release_binary());
+        } // else those that need it build their own
+        command
+    }
+}
