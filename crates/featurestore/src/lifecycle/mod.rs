@@ -577,7 +577,8 @@ impl Samples {
         let count = releases.len() as u64;
         match self.transport.release(releases).await {
             Ok(report) => {
-                freed.freed += report.released + report.unconfirmed;
+                // What is deferred goes back by itself, with the last view of it.
+                freed.freed += report.released + report.unconfirmed + report.deferred;
                 freed.already_gone += report.already_gone + report.stale;
                 Ok(freed)
             }
