@@ -74,6 +74,11 @@ impl CaptureClient {
         SampleKey::new(self.options.store.clone(), task.sample_id.clone(), Generation(1))
     }
 
+    /// Whether the server at `url` is the one that holds `descriptor`, as far as is known.
+    pub(super) fn is_at(&self, url: &str, descriptor: &Descriptor) -> bool {
+        self.endpoints.is_at(url, descriptor)
+    }
+
     pub(super) fn layout(&self) -> &Layout {
         &self.options.layout
     }

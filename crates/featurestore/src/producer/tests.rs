@@ -211,7 +211,7 @@ async fn a_retry_on_another_replica_does_not_strand_the_first_and_one_place_is_o
     lost.attempt = 1;
     let captured = client.capture(&other, vec![lost]).await.prompts.remove(0).1.unwrap();
     assert_eq!(second.seen.lock().len(), 1);
-    assert_eq!(samples.places(&captured.sample), [url.clone()], "it may still hold its own");
+    assert_eq!(samples.places(&captured.sample), [&*url], "it may still hold its own");
     // A second address of the same server is no other place: nothing is freed there.
     let (_, alias) = Server::over(first.publisher.clone(), &[Does::Loses], Does::Good).await;
     endpoints.learn(&alias, &captured);
