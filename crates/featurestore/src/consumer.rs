@@ -144,3 +144,111 @@ impl Drop for Consumer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use indexmap::IndexMap;
+    use transport_core::{
+        Dtype, FeatureName, Generation, MemoryTransport, Publication, PublishOptions, Ready,
+        RegionSlice, Release, SampleKey, StoreId, Tensor, TensorMeta, Transport,
+    };
+
+    use super::*;
+    use crate::{layout::Strategy, lifecycle::Retention};
+
+    async fn published(publisher: &MemoryTransport, count: usize) -> Vec<Arc<Descriptor>> {
+        let sample = |i| {
+            let id = SampleId::new(format!("s-{i}")).unwrap();
+            let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
+            let meta = TensorMeta::new(Dtype::Uint8, [1, 1]).unwrap();
+            let tensor = Tensor::new(meta, RegionSlice::copy_of(&[i as u8])).unwrap();
+            let tensors = IndexMap::from([(FeatureName::new("x").unwrap(), tensor)]);
+            Publication::new(key, tensors, Ready::Now)
+        };
+        let batch = (0..count).map(sample).collect();
+        let described = publisher.publish(batch, PublishOptions::default()).await.unwrap();
+        described.into_iter().map(Arc::new).collect()
+    }
+
+    async fn store(count: usize) -> (MemoryTransport, Arc<Samples>, Vec<Arc<Descriptor>>) {
+        let publisher = MemoryTransport::builder().arena_bytes(1 << 20).build().unwrap();
+        let described = published(&publisher, count).await;
+        let samples = Samples::over(Arc::new(publisher.client()), Retention::default());
+        (publisher, Arc::new(samples), described)
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn samples_come_in_order_several_under_way_and_lost_ones_are_named() {
+        let (publisher, samples, all) = store(20).await;
+        let gone = Release::from(all[7].clone());
+        publisher.release(vec![gone]).await.unwrap();
+        let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+        consumer.feed(all).unwrap();
+        assert_eq!(consumer.len(), 20);
+        for i in 0..20_u8 {
+            match consumer.next().await.unwrap().unwrap() {
+                Materialized::Ready(leased) => {
+                    assert_eq!(leased.tensors["x"].data.as_ref(), [i]);
+                    samples.release(&leased.token).await;
+                }
+                Materialized::Lost(id, error) => {
+                    assert_eq!((i, id.as_str()), (7, "s-7"), "{error}");
+                }
+            }
+        }
+        assert!(consumer.next().await.unwrap().is_none() && consumer.is_empty());
+        assert_eq!(samples.health().active_leases, 0);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn d20_closing_gives_back_what_was_never_returned_and_leaves_no_lease() {
+        let (_publisher, samples, all) = store(10).await;
+        let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+        consumer.feed(all.clone()).unwrap();
+        let Some(Materialized::Ready(first)) = consumer.next().await.unwrap() else {
+            panic!("the first is there");
+        };
+        samples.release(&first.token).await;
+        let left = consumer.close(Duration::from_secs(5)).await;
+        assert_eq!(left, all[1..]);
+        assert_eq!(samples.health().active_leases, 0);
+        // They may be handed out again.
+        let mut again = Consumer::new(samples.clone(), ConsumerOptions::default());
+        again.feed(left).unwrap();
+        assert!(matches!(again.next().await.unwrap(), Some(Materialized::Ready(_))));
+        drop(again);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn d20_closing_is_bounded_when_a_reading_stalls() {
+        let (_publisher, samples, all) = store(3).await;
+        let reading = {
+            let (samples, sample) = (samples.clone(), all[0].clone());
+            tokio::spawn(async move {
+                samples.adopt(std::slice::from_ref(&sample)).await?;
+                std::future::pending::<Result<Leased>>().await
+            })
+        };
+        let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+        consumer.reading.push_back((all[0].clone(), reading));
+        consumer.waiting.extend(all[1..].iter().cloned());
+        let start = Instant::now();
+        let left = consumer.close(Duration::from_millis(100)).await;
+        assert!(start.elapsed() < Duration::from_secs(5));
+        assert_eq!(left, all);
+        assert_eq!(samples.health().active_leases, 0);
+    }
+
+    #[tokio::test]
+    async fn what_the_strategy_cannot_train_on_is_refused_before_it_is_read() {
+        let (_publisher, samples, all) = store(1).await;
+        let layout = Layout::new(Strategy::Dspark, 8, vec![1]).unwrap();
+        let options = ConsumerOptions { layout: Some(layout), ..ConsumerOptions::default() };
+        let mut consumer = Consumer::new(samples, options);
+        let error = consumer.feed(all).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        assert!(consumer.is_empty());
+    }
+}

@@ -225,10 +225,13 @@ impl Acknowledger {
     fn free(&mut self, step: &Step) -> Cleaned {
         let (samples, runtime) = (&self.samples, &self.runtime);
         runtime.block_on(samples.settle(&step.trained));
+        // A sample that could not be read in time may still be on its server; it is captured again
+        // as another life, which a free of this one does not touch.
+        runtime.block_on(samples.abort_many(&step.lost));
         let own = step.trained.iter().map(|descriptor| descriptor.sample.sample_id.clone());
         let mut wanted: Vec<SampleId> = std::mem::take(&mut self.unconfirmed);
         let before = wanted.len();
-        wanted.extend(own);
+        wanted.extend(own.chain(step.lost.iter().cloned()));
         let left = if before > 0 || samples.health().release_pending > 0 {
             runtime.block_on(samples.retry_frees(Some(&wanted))).1
         } else {

@@ -3,7 +3,7 @@
 //!
 //! | file | written by | says |
 //! |---|---|---|
-//! | `refs.jsonl` | producer | one [`SampleRef`] a line; a line counts once its newline is there |
+//! | `refs.jsonl` | producer | one [`SampleRef`](control_proto::sample_ref::SampleRef) a line; a line counts once its newline is there |
 //! | `refs.jsonl.closed` | producer | nothing follows |
 //! | `refs.jsonl.failed` | producer | why nothing follows; beats `.closed` |
 //! | `refs.jsonl.producer_claim` | producer | locked while a producer lives |

@@ -1,10 +1,10 @@
 //! The producer's end.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fmt,
     fs::{File, OpenOptions},
-    io::{Read, Seek, SeekFrom, Write},
+    io::{BufRead, BufReader, Read, Seek, SeekFrom, Write},
     path::Path,
 };
 
@@ -191,6 +191,25 @@ impl RefWriter {
     pub fn wants(&self, id: &SampleId, lost: &HashMap<SampleId, u32>) -> bool {
         let published = self.counts.get(id).copied().unwrap_or(0);
         published <= lost.get(id).copied().unwrap_or(0)
+    }
+
+    /// The newest publication of each of `ids` that has one.
+    pub(crate) fn newest(&self, ids: &HashSet<SampleId>) -> Result<HashMap<SampleId, SampleRef>> {
+        let mut newest = HashMap::new();
+        if ids.is_empty() {
+            return Ok(newest);
+        }
+        let io = |e| Error::io("read refs", e);
+        let mut lines = BufReader::new(File::open(&self.files.refs).map_err(io)?);
+        let mut line = Vec::new();
+        while lines.read_until(b'\n', &mut line).map_err(io)? > 0 {
+            let sample = SampleRef::parse(line.trim_ascii_end())?;
+            if ids.contains(&sample.sample_id) {
+                newest.insert(sample.sample_id.clone(), sample);
+            }
+            line.clear();
+        }
+        Ok(newest)
     }
 
     /// How often consumers have lost each sample. Ids that cannot be had any more are captured

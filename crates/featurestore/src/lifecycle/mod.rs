@@ -227,6 +227,11 @@ impl Samples {
         self.books.lock().untrack(place, sample);
     }
 
+    /// Places that may hold a sample whose answer has not come.
+    pub fn places(&self, sample: &SampleKey) -> Vec<String> {
+        self.books.lock().places(sample)
+    }
+
     /// Hands samples over to somebody else, such as the consumers of a channel: they are neither
     /// freed here nor resident any more.
     pub fn hand_over<'a>(&self, ids: impl IntoIterator<Item = &'a SampleId>) {

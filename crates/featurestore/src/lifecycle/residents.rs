@@ -144,6 +144,10 @@ impl Residents {
         }
     }
 
+    pub(super) fn places(&self, key: &SampleKey) -> Vec<String> {
+        self.provisional.get(key).into_iter().flatten().cloned().collect()
+    }
+
     /// Forgets a sample without freeing it.
     pub(super) fn hand_over(&mut self, id: &SampleId) {
         if let Some(resident) = self.resident.remove(id) {

@@ -332,3 +332,58 @@ async fn reading_and_freeing_at_once_is_gone_or_read_never_a_panic() {
     }
     assert_eq!(samples.health().release_pending, 0);
 }
+
+/// A token server that knows no batches, and how many samples it has freed.
+fn token_server() -> (transport_core::SessionName, Arc<Mutex<u64>>) {
+    use std::io::{BufRead, BufReader, Write};
+
+    use control_proto::token::{Reply, Request, UNSUPPORTED_OPERATION};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let control = listener.local_addr().unwrap().to_string().parse().unwrap();
+    let freed = Arc::new(Mutex::new(0));
+    let count = freed.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut reader = BufReader::new(stream.try_clone().unwrap());
+            let mut line = Vec::new();
+            while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+                line.pop();
+                let reply = match Request::parse(&line).unwrap() {
+                    Request::One { .. } => {
+                        *count.lock() += 1;
+                        Reply::Freed { freed_bytes: 1, released_samples: 1 }
+                    }
+                    _ => Reply::Refused { error: UNSUPPORTED_OPERATION.into() },
+                };
+                line.clear();
+                let mut out = Vec::new();
+                reply.write(&mut out);
+                stream.write_all(&out).unwrap();
+            }
+        }
+    });
+    (control, freed)
+}
+
+#[tokio::test]
+async fn samples_behind_tokens_and_in_arenas_are_settled_together() {
+    use transport_core::{FeatureDescriptor, RemoteAddr, TokenLocation};
+    let (control, freed) = token_server();
+    let (flaky, samples) = store(Retention::default());
+    let in_arena = put(&samples, "a").await;
+    let behind = |name: &str| {
+        let meta = TensorMeta::new(Dtype::Uint8, [1]).unwrap();
+        let feature = FeatureDescriptor::new(meta, Some(RemoteAddr(512)), None);
+        let features = IndexMap::from([(FeatureName::new("x").unwrap(), feature)]);
+        let place = TokenLocation::new("rdma", control.clone(), control.clone(), "hush");
+        let location = Location::Token(place);
+        Arc::new(Descriptor::new(key(name, 1), features, None, location).unwrap())
+    };
+    let all = [behind("b"), in_arena, behind("c")];
+    samples.adopt(&[all[0].clone(), all[2].clone()]).await.unwrap();
+    let outcome = samples.settle(&all).await;
+    assert_eq!((outcome.freed, outcome.pending), (3, 0));
+    assert_eq!(*freed.lock(), 2);
+    assert_eq!(resident(&flaky).await, 0);
+}

@@ -74,6 +74,11 @@ impl CaptureClient {
         SampleKey::new(self.options.store.clone(), task.sample_id.clone(), Generation(1))
     }
 
+    /// Whether the server at `url` is the one that holds `descriptor`, as far as is known.
+    pub(super) fn is_at(&self, url: &str, descriptor: &Descriptor) -> bool {
+        self.endpoints.is_at(url, descriptor)
+    }
+
     pub(super) fn layout(&self) -> &Layout {
         &self.options.layout
     }
@@ -214,7 +219,16 @@ impl CaptureClient {
         match self.samples.adopt(&descriptors).await {
             Ok(_) => {
                 // Only here: an earlier attempt on another server may have left the same sample.
-                descriptors.iter().for_each(|d| self.samples.untrack(url, &d.sample));
+                // Two addresses of one server are one place: a free there would free this one.
+                for descriptor in &descriptors {
+                    let key = &descriptor.sample;
+                    self.samples.untrack(url, key);
+                    for place in self.samples.places(key) {
+                        if self.endpoints.is_at(&place, descriptor) {
+                            self.samples.untrack(&place, key);
+                        }
+                    }
+                }
                 answers.extend(good.into_iter().map(|(task, d)| (task, Ok(d))));
             }
             Err(error) => {
@@ -281,7 +295,7 @@ impl Endpoints {
         self.add(url, Location::Arena(arena));
     }
 
-    fn learn(&self, url: &str, descriptor: &Descriptor) {
+    pub(super) fn learn(&self, url: &str, descriptor: &Descriptor) {
         let mut location = descriptor.location.clone();
         if let Location::Arena(arena) = &mut location {
             arena.holder = None;
@@ -292,18 +306,26 @@ impl Endpoints {
     fn add(&self, url: &str, location: Location) {
         let mut known = self.known.lock();
         let places = known.entry(url.trim_end_matches('/').to_owned()).or_default();
-        let same = |known: &Location| match (known, &location) {
-            (Location::Arena(a), Location::Arena(b)) => a.control == b.control,
-            (Location::Token(a), Location::Token(b)) => a.control == b.control,
-            (known, location) => known == location,
-        };
-        places.retain(|known| !same(known)); // the newest life is the one that answers
+        places.retain(|known| !same_control(known, &location)); // the newest life is what answers
         places.push(location);
+    }
+
+    /// Whether the server at `url` takes frees where `descriptor` is freed.
+    fn is_at(&self, url: &str, descriptor: &Descriptor) -> bool {
+        self.places(url).iter().any(|place| same_control(place, &descriptor.location))
     }
 
     /// Locations at which a sample may be freed without knowing where it lies.
     fn places(&self, url: &str) -> Vec<Location> {
         self.known.lock().get(url.trim_end_matches('/')).cloned().unwrap_or_default()
+    }
+}
+
+fn same_control(a: &Location, b: &Location) -> bool {
+    match (a, b) {
+        (Location::Arena(a), Location::Arena(b)) => a.control == b.control,
+        (Location::Token(a), Location::Token(b)) => a.control == b.control,
+        (a, b) => a == b,
     }
 }
 

@@ -140,6 +140,7 @@ pub struct Producer {
     samples: Arc<Samples>,
     writer: Option<RefWriter>,
     journal: Journal,
+    earlier: Vec<(String, SampleId)>, // what earlier lives have asked for, and where
     flow: Flow,
     quantum: u64,
     window: InFlight,
@@ -201,6 +202,7 @@ impl Producer {
             client: Arc::new(client),
             samples,
             journal: Journal::open(folder)?,
+            earlier: Vec::new(),
             writer: Some(writer),
             window,
             resident: VecDeque::new(),
@@ -232,7 +234,8 @@ impl Producer {
         // What is published belongs to the consumers.
         let published: Vec<SampleId> = self.resident.drain(..).collect();
         self.samples.hand_over(&published);
-        let reclaimed = self.samples.reclaim().await;
+        let recovered = self.recover().await;
+        let reclaimed = recovered.and(self.samples.reclaim().await);
         let drained = self.samples.drain(None, 8, Duration::from_millis(250)).await;
         if reclaimed.is_ok() && drained.is_ok() {
             self.journal.clear()?;
@@ -287,7 +290,11 @@ impl Producer {
         prompts: Box<dyn Prompts>,
         calls: &mut JoinSet<Call>,
     ) -> Result<()> {
-        self.recover().await;
+        self.earlier = self.journal.entries();
+        self.recover().await?;
+        if let Err(error) = self.samples.reclaim().await {
+            tracing::warn!(%error, "not everything of an earlier life is reclaimed yet");
+        }
         let prompts = Arc::new(Mutex::new(prompts));
         let mut incoming = self.read_ahead(prompts.clone());
         let mut exhausted = false;
@@ -368,18 +375,25 @@ impl Producer {
         }
     }
 
-    /// Frees what an earlier life of this producer may have left on servers.
-    async fn recover(&mut self) {
-        let lost = self.writer().lost().unwrap_or_default();
-        for (url, id) in self.journal.entries() {
-            if self.writer().wants(&id, &lost) {
+    /// Frees what earlier lives of this producer may have left on servers. Also at the end: a server
+    /// may have finished a capture of an earlier life later than this one began.
+    async fn recover(&mut self) -> Result<()> {
+        let ids: HashSet<SampleId> = self.earlier.iter().map(|(_, id)| id.clone()).collect();
+        let newest = self.writer().newest(&ids)?;
+        let lost = self.writer().lost()?;
+        for (url, id) in self.earlier.clone() {
+            // What consumers own stays; another server may still have its own of the same name.
+            let owned = newest.get(&id).filter(|_| !self.writer().wants(&id, &lost));
+            let here = match owned {
+                Some(sample) => self.client.is_at(&url, &sample.descriptor()?),
+                None => false,
+            };
+            if !here {
                 let key = self.client.key(&Task::new(id, Vec::new(), Vec::new()));
                 self.samples.track(&url, [&key]);
             }
         }
-        if let Err(error) = self.samples.reclaim().await {
-            tracing::warn!(%error, "not everything of an earlier life is reclaimed yet");
-        }
+        Ok(())
     }
 
     fn add(&mut self, mut task: Task) {

@@ -201,17 +201,24 @@ async fn d4_a_lost_answer_that_is_not_tried_again_is_reclaimed() {
 }
 
 #[tokio::test]
-async fn a_retry_on_another_replica_does_not_strand_the_first() {
-    let (first, url) = Server::start(&[Does::Loses], Does::Good).await;
-    let Client { samples, client, endpoints } = client(&first, &url);
-    // Both replicas are reached through one transport here.
+async fn a_retry_on_another_replica_does_not_strand_the_first_and_one_place_is_one() {
+    let (first, url) = Server::start(&[Does::Loses; 2], Does::Good).await;
+    let Client { samples, client, endpoints } = client(&first, "http://nobody");
+    // Both replicas are reached through one transport here; the first says that it is elsewhere.
     let (second, other) = Server::over(first.publisher.clone(), &[], Does::Good).await;
-    endpoints.tell(&other, "memory:1".parse().unwrap());
-    let (mut task, _) = client.capture(&url, tasks(1)).await.prompts.remove(0);
-    task.attempt = 1;
-    client.capture(&other, vec![task]).await.prompts.remove(0).1.unwrap();
+    endpoints.tell(&url, "elsewhere:1".parse().unwrap());
+    let mut lost = client.capture(&url, tasks(1)).await.prompts.remove(0).0;
+    lost.attempt = 1;
+    let captured = client.capture(&other, vec![lost]).await.prompts.remove(0).1.unwrap();
     assert_eq!(second.seen.lock().len(), 1);
-    assert_eq!(samples.health().provisional, 1, "the first may still hold it");
+    assert_eq!(samples.places(&captured.sample), [&*url], "it may still hold its own");
+    // A second address of the same server is no other place: nothing is freed there.
+    let (_, alias) = Server::over(first.publisher.clone(), &[Does::Loses], Does::Good).await;
+    endpoints.learn(&alias, &captured);
+    let mut lost = client.capture(&alias, vec![task(5)]).await.prompts.remove(0).0;
+    lost.attempt = 1;
+    let captured = client.capture(&other, vec![lost]).await.prompts.remove(0).1.unwrap();
+    assert!(samples.places(&captured.sample).is_empty());
 }
 
 #[tokio::test]
