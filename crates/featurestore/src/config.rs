@@ -330,6 +330,7 @@ mod tests {
             ("LEASE", "9s"),
             ("FEATURESTORE_PORT", "tcp://10.0.0.1:80"), // of a service called featurestore
             ("FEATURESTORE_SERVICE_HOST", "10.0.0.1"),
+            ("FEATURESTORE_LEADER", "10.0.0.1:9000"), // of trainers that a plan starts
             ("FEATURESTORE_BIN", "target/release/featurestore"),
         ]
         .map(|(name, value)| (name.into(), value.into()));

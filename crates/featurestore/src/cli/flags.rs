@@ -82,22 +82,7 @@ pub(super) struct OfRollout;
 
 #[cfg(feature = "rollout")]
 impl Selection for OfRollout {
-    const NAMES: &[&str] = &[
-        "transport",
-        "pool",
-        "lease",
-        "deadline",
-        "mooncake",
-        "mooncake_admin",
-        "mooncake_host",
-        "mooncake_metadata",
-        "mooncake_protocol",
-        "mooncake_devices",
-        "mooncake_venv",
-        "mooncake_library",
-        "mooncake_preload",
-        "mooncake_lease",
-    ];
+    const NAMES: &[&str] = &["transport", "pool", "lease", "deadline"];
 
     fn check(name: &str, value: &str) -> Result<()> {
         OfPipeline::check(name, value)

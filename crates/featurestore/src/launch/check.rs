@@ -1,6 +1,9 @@
 //! What contradicts what, and why.
 
-use std::collections::{BTreeMap, HashSet};
+use std::{
+    collections::{BTreeMap, HashSet},
+    net::IpAddr,
+};
 
 use transport_core::{Error, ErrorKind, Result};
 
@@ -159,6 +162,16 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
                 .into(),
         );
     }
+    let ours = matches!(transport.backend, Backend::Shm | Backend::Tcp);
+    for server in config.server.iter().filter(|server| ours && is_reachable(&server.host)) {
+        if !server.env.contains_key("FEATURESTORE_TOKEN") {
+            notes.push(format!(
+                "server.host {} is not loopback: its capture server wants FEATURESTORE_TOKEN, and \
+                 so do its trainers",
+                server.host
+            ));
+        }
+    }
     if marks.high_samples < 6 * marks.quantum {
         notes.push(format!(
             "producer.high_watermark is under 6 times the quantum of {}: the producer will pause \
@@ -183,4 +196,9 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
     }
     problems.settle("check configuration")?;
     Ok(notes)
+}
+
+/// Whether other hosts may reach what listens at `host`.
+fn is_reachable(host: &str) -> bool {
+    host.parse().is_ok_and(|ip: IpAddr| !ip.to_canonical().is_loopback())
 }

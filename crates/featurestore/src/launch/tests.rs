@@ -175,7 +175,10 @@ fn the_other_backends_plan_too_and_the_schema_knows_every_section() {
         .replacen("mooncake_gpu_direct", "shm", 1)
         .replacen("protocol = \"nvlink\"\n", "", 1)
         .replacen("force_mnnvl = true\n", "", 1);
-    let plan = load(&shm).unwrap().plan();
+    let loaded = load(&shm).unwrap();
+    assert!(loaded.notes.iter().any(|note| note.contains("FEATURESTORE_TOKEN")), "{loaded:?}");
+    assert!(load(&shm.replace("10.0.0.2", "127.0.0.1")).unwrap().notes.is_empty());
+    let plan = loaded.plan();
     assert_eq!(&plan.roles[0].argv[..2], ["featurestore", "capture-server"]);
     let store = GOOD
         .replacen("mooncake_gpu_direct", "mooncake", 1)

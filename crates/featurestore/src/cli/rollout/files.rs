@@ -198,9 +198,11 @@ impl Known {
 }
 
 pub(super) fn encode(args: &EncodeArgs) -> Result<ExitCode> {
-    let mut options = EncodeOptions::default();
-    options.like = args.like.as_deref().map(reference).transpose()?;
-    options.chunk_bytes = args.chunk_bytes;
+    let mut options = EncodeOptions {
+        like: args.like.as_deref().map(reference).transpose()?,
+        chunk_bytes: args.chunk_bytes,
+        ..EncodeOptions::default()
+    };
     if let Some(like) = &options.like {
         options.place.namespace.clone_from(&like.namespace);
         options.place.partition.clone_from(&like.partition);
