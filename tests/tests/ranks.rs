@@ -170,7 +170,7 @@ fn run_with_kills(ranks: usize, steps: usize, seed: u64, kills: u64) {
     let mut producer = Some(run.producer());
     let mut group = run.group("-");
     let end = Instant::now() + Duration::from_secs(60 + 2 * steps as u64);
-    let (mut killed, mut next) = (0, Instant::now() + Duration::from_millis(700));
+    let (mut killed, mut next) = (0, Instant::now() + Duration::from_millis(400));
     loop {
         assert!(Instant::now() < end, "seed {seed}: no end after {killed} kills");
         std::thread::sleep(Duration::from_millis(10));
@@ -193,7 +193,7 @@ fn run_with_kills(ranks: usize, steps: usize, seed: u64, kills: u64) {
             continue;
         }
         killed += 1;
-        next = Instant::now() + Duration::from_millis(300 + random.below(1500));
+        next = Instant::now() + Duration::from_millis(200 + random.below(1000));
         match random.below(10) {
             0..3 => {
                 if let Some(running) = &mut producer {
@@ -205,6 +205,8 @@ fn run_with_kills(ranks: usize, steps: usize, seed: u64, kills: u64) {
         }
     }
     drop(group);
+    println!("{killed} processes killed in {} attempts", run.attempt);
+    assert!(killed * 4 >= kills, "only {killed} of {kills} kills before the end");
     run.check();
 }
 

@@ -47,6 +47,8 @@ type Fallible<T> = Result<T, Box<dyn Error>>;
 const RUN: &str = "run";
 const SEED: u64 = 42;
 const LEASE: Duration = Duration::from_secs(3);
+/// How long a step computes, so that a run lasts long enough to be killed.
+const COMPUTE: Duration = Duration::from_millis(30);
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn main() -> Fallible<()> {
@@ -227,6 +229,7 @@ fn rank(arguments: &[String], runtime: &tokio::runtime::Runtime) -> Fallible<()>
             .map(|line| SampleRef::parse(line.as_bytes()))
             .collect::<Result<_, _>>()?;
         let trained = train(runtime, &samples, &refs)?;
+        std::thread::sleep(COMPUTE);
         for descriptor in &trained.0 {
             writeln!(log, "{attempt} {step} {}", descriptor.sample.sample_id)?;
         }
