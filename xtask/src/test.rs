@@ -39,8 +39,11 @@ const MIRI: &[(&str, &[&str])] = &[
 const SIMULATED: &[(&str, &str, &str)] =
     &[("capture-arena", "scripted-cuda", "cuda"), ("transport-mooncake-direct", "cuda", "device")];
 /// The same on a real one: package and target.
-const ON_DEVICE: &[(&str, &str)] =
-    &[("capture-arena", "gpu"), ("transport-mooncake-direct", "gpu_sink")];
+const ON_DEVICE: &[(&str, &str)] = &[
+    ("capture-arena", "gpu"),
+    ("transport-mooncake-direct", "gpu_engine"),
+    ("transport-mooncake-direct", "gpu_sink"),
+];
 /// What the tests against a Mooncake process on the device need, besides the device.
 const MOONCAKE_ON_DEVICE: &str = "import torch; from mooncake.engine import TransferEngine";
 

@@ -360,3 +360,30 @@ fn a_store_that_is_not_there_is_named_at_once() {
         }
     }
 }
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn the_main_job_runs_through_mooncakes_own_engine() {
+    let arguments =
+        [&SMALL[..], &["--samples", "12", "--json", "--transport", " MoonCake "]].concat();
+    let mut command = featurestore(&arguments);
+    command.arg("--mooncake-venv").arg(environment());
+    // Whatever these say, the engine runs what it is told to, or says that it does not.
+    command.env("MC_FORCE_MNNVL", "0").env("MC_INTRANODE_NVLINK", "");
+    let ended = Process::start(command).end(JOB);
+    assert!(ended.status.success(), "{}", ended.stderr);
+    let report: Value = serde_json::from_str(&ended.stdout).expect("one object");
+    assert_eq!(report["transport"], "mooncake");
+    assert_eq!(report["verified_bytes"], report["bytes"]);
+    assert_eq!((number(&report, "mismatches"), number(&report, "released_samples")), (0, 12));
+
+    let refused = [&arguments[..], &["--mooncake-protocol", "rdma"]].concat();
+    let mut command = featurestore(&refused);
+    command.arg("--mooncake-venv").arg(environment());
+    let ended = Process::start(command).end(JOB);
+    if Path::new("/sys/class/infiniband").exists() {
+        return; // there may be a card that runs it
+    }
+    assert!(!ended.status.success(), "it never takes tcp instead: {}", ended.stdout);
+    assert!(ended.stderr.contains("another transport than the one asked for"), "{}", ended.stderr);
+}

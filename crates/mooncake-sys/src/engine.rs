@@ -2,7 +2,7 @@
 
 use std::{fmt, time::Duration};
 
-use transport_core::{Error, RemoteAddr, Result, SessionName};
+use transport_core::{Error, ErrorKind, RemoteAddr, Result, SessionName};
 
 use crate::ProviderInfo;
 
@@ -74,6 +74,33 @@ pub struct EngineSupport {
     pub intra_nvlink: Option<bool>,
     /// Memory of CUDA devices.
     pub cuda: Option<bool>,
+}
+
+impl EngineSupport {
+    /// Refuses a protocol that the build says it does not know.
+    pub fn check(&self, protocol: &str) -> Result<()> {
+        let (known, remedy) = match protocol {
+            "nvlink" => (
+                self.mnnvl,
+                "no official wheel for x86-64 knows it; use a build with USE_MNNVL, or another \
+                 protocol",
+            ),
+            "nvlink_intra" => {
+                (self.intra_nvlink, "use one of the wheels for CUDA, or another protocol")
+            }
+            _ => return Ok(()),
+        };
+        if known != Some(false) {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "start transfer engine",
+            "this build of Mooncake does not know the protocol",
+        )
+        .with("protocol", protocol)
+        .remedy(remedy))
+    }
 }
 
 /// A started transfer engine.

@@ -120,12 +120,14 @@ fn the_engine_table_matches_the_header() {
         assert_eq!(found, source);
         found.fill(0);
     }
-    let live_batches = || {
-        // SAFETY: the file is open already, and the function takes nothing.
-        unsafe {
-            let library = libloading::Library::new(&file).unwrap();
-            library.get::<unsafe extern "C" fn() -> i32>(b"fake_live_batches").unwrap()()
-        }
+    let ask = |name: &str| {
+        // SAFETY: the file is open already; its initialisers have run.
+        let library = unsafe { libloading::Library::new(&file) }.unwrap();
+        // SAFETY: the functions that are asked for have this type.
+        let function =
+            unsafe { library.get::<unsafe extern "C" fn() -> i32>(name.as_bytes()) }.unwrap();
+        // SAFETY: it takes nothing, and the library stays open.
+        unsafe { function() }
     };
     let elsewhere: SessionName = "127.0.0.1:9".parse().unwrap();
     let mut left = Vec::new();
@@ -150,16 +152,12 @@ fn the_engine_table_matches_the_header() {
     }
     // Only the engine knows when they are over, and their batches stay until then.
     assert!(left.iter_mut().all(|(_, running)| !running.is_over()));
-    assert_eq!(live_batches(), 6);
-    // SAFETY: the file is open already, and the function takes nothing.
-    unsafe {
-        let library = libloading::Library::new(&file).unwrap();
-        library.get::<unsafe extern "C" fn()>(b"fake_end_all").unwrap()();
-    }
+    assert_eq!(ask("fake_live_batches"), 6);
+    ask("fake_end_all");
     for (remote, running) in &mut left {
         assert_eq!(running.is_over(), *remote == 3);
     }
-    assert_eq!(live_batches(), 3, "those in a state that nobody knows");
+    assert_eq!(ask("fake_live_batches"), 3, "those in a state that nobody knows");
     engine.close().unwrap();
     assert!(left.iter_mut().all(|(_, running)| running.is_over()), "a closed engine has none");
     assert_eq!(engine.session().unwrap_err().kind(), ErrorKind::Closed);

@@ -164,6 +164,8 @@ async fn the_conformance_suite_holds() {
         [
             "views_show_the_bytes",
             "views_are_unmoved_by_other_samples",
+            "a_release_waits_for_views",
+            "a_view_outlives_its_consumer",
             "views_of_the_replaced_life_stay",
             "a_killed_publisher_is_an_error_in_time",
             "an_older_publisher_is_read",

@@ -29,7 +29,7 @@ use std::{
 
 use indexmap::IndexMap;
 use mooncake_sys::{
-    GetItem, KeyResults, ProviderInfo, PutItem, ReplicaPolicy, StoreApi, StoreCode, StoreSetup,
+    StoreSetup,
     master::{ManagedMaster, MasterOptions},
     python::{WheelOptions, WheelStore},
 };
@@ -145,76 +145,9 @@ impl Drop for Python {
     }
 }
 
-/// Counts the nanoseconds inside of Mooncake's calls that move payload or remove objects.
-#[derive(Debug)]
-struct Timed {
-    api: WheelStore,
-    inside: AtomicU64,
-}
-
-impl Timed {
-    fn time<T>(&self, call: impl FnOnce() -> T) -> T {
-        let start = Instant::now();
-        let result = call();
-        self.inside.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        result
-    }
-}
-
-impl StoreApi for Timed {
-    fn provider(&self) -> &ProviderInfo {
-        self.api.provider()
-    }
-
-    fn hostname(&self) -> Result<String> {
-        self.api.hostname()
-    }
-
-    fn health(&self) -> Result<()> {
-        self.api.health()
-    }
-
-    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<()> {
-        // SAFETY: the same contract.
-        unsafe { self.api.register(start, len) }
-    }
-
-    unsafe fn unregister(&self, start: *mut u8) -> Result<()> {
-        // SAFETY: the same contract.
-        unsafe { self.api.unregister(start) }
-    }
-
-    unsafe fn put(&self, items: &[PutItem<'_>], policy: ReplicaPolicy) -> Result<KeyResults<()>> {
-        // SAFETY: the same contract.
-        self.time(|| unsafe { self.api.put(items, policy) })
-    }
-
-    unsafe fn get(&self, items: &[GetItem<'_>]) -> Result<KeyResults<u64>> {
-        // SAFETY: the same contract.
-        self.time(|| unsafe { self.api.get(items) })
-    }
-
-    fn exists(&self, keys: &[&str]) -> Result<KeyResults<bool>> {
-        self.api.exists(keys)
-    }
-
-    fn size(&self, key: &str) -> Result<std::result::Result<u64, StoreCode>> {
-        self.api.size(key)
-    }
-
-    fn remove(&self, keys: &[&str], force: bool) -> Result<KeyResults<()>> {
-        self.time(|| self.api.remove(keys, force))
-    }
-
-    fn close(&self) -> Result<()> {
-        self.api.close()
-    }
-}
-
 /// A Rust client and what it is called.
 struct Rust {
     name: &'static str,
-    api: Arc<Timed>,
     transport: StoreTransport,
 }
 
@@ -258,11 +191,11 @@ async fn run(rust: &Rust, case: &Prepared) -> AnyResult<([f64; 3], [f64; 3])> {
     static SERIAL: AtomicU64 = AtomicU64::new(1);
     let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
     let transport = &rust.transport;
-    let outside = |whole: f64| {
-        let inside = rust.api.inside.swap(0, Ordering::Relaxed);
-        whole - inside as f64 / 1e9
+    let mut before = transport.stats().in_calls;
+    let mut outside = |whole: f64| {
+        let inside = transport.stats().in_calls;
+        whole - (inside - std::mem::replace(&mut before, inside)).as_secs_f64()
     };
-    outside(0.0);
     let publications =
         case.batch.iter().enumerate().map(|(i, tensors)| {
             Ok(Publication::new(sample(serial, i)?, tensors.clone(), Ready::Now))
@@ -316,12 +249,11 @@ async fn main() -> AnyResult<()> {
     let mut rust = Vec::new();
     for (name, layout) in layouts {
         let setup = StoreSetup::client("127.0.0.1", &address);
-        let api = WheelStore::connect(&options, &setup)?;
-        let api = Arc::new(Timed { api, inside: AtomicU64::new(0) });
+        let api = Arc::new(WheelStore::connect(&options, &setup)?);
         let pool = ByteSize::mib(512);
         let config = StoreConfig::default().layout(layout).pool(pool, pool);
-        let transport = StoreTransport::start(api.clone(), config)?;
-        rust.push(Rust { name, api, transport });
+        let transport = StoreTransport::start(api, config)?;
+        rust.push(Rust { name, transport });
     }
     println!("{}; {rounds} rounds", rust[0].transport.info().engine);
 

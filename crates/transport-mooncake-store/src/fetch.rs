@@ -336,7 +336,7 @@ fn read_part(
     let results = flight.transfer(bytes, || {
         let mut objects: Vec<_> =
             part.iter().zip(&mut regions).map(|(&i, region)| (&*reads[i].key, region)).collect();
-        io::get(&*shared.api, &mut objects)
+        shared.ledger.timed(|| io::get(&*shared.api, &mut objects))
     })?;
     let late = shared.config.read_lease.is_some_and(|lease| start.elapsed() >= lease);
     let results = match results {

@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use indexmap::IndexMap;
@@ -26,6 +26,8 @@ pub struct StoreStats {
     /// Payload that was copied on its way because it was not in registered memory, or not in one
     /// piece.
     pub copied_bytes: u64,
+    /// Time inside of the store's calls that write, read and remove objects, all threads together.
+    pub in_calls: Duration,
     /// Objects that were read again after a failure.
     pub read_retries: u64,
     /// Segments whose owners do not answer.
@@ -60,6 +62,7 @@ pub(crate) struct Ledger {
     pub(crate) stale: AtomicU64,
     pub(crate) host_bytes: AtomicU64,
     pub(crate) copied_bytes: AtomicU64,
+    pub(crate) in_calls_ns: AtomicU64,
     pub(crate) read_retries: AtomicU64,
     pub(crate) deferred: AtomicU64,
     last_error: Mutex<Option<String>>,
@@ -181,6 +184,15 @@ impl Ledger {
             Error::new(ErrorKind::Timeout, "call store", "another call works on the same sample")
                 .with("sample", samples.first().map(ToString::to_string).unwrap_or_default())
         })
+    }
+
+    /// Makes one of the calls that [`StoreStats::in_calls`] counts.
+    pub(crate) fn timed<T>(&self, call: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = call();
+        let ns = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.in_calls_ns.fetch_add(ns, Ordering::Relaxed);
+        result
     }
 
     /// Claims samples if nobody works on any of them.

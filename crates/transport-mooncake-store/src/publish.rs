@@ -308,7 +308,8 @@ fn write_part(
         flight.check()?;
         let objects: Vec<_> = open.iter().map(|&i| (&*part[i].key, &sources[i])).collect();
         touched.extend(open.iter().map(|&i| part[i].key.clone()));
-        let results = io::put(&*shared.api, &objects, ReplicaPolicy::default())?;
+        let results =
+            shared.ledger.timed(|| io::put(&*shared.api, &objects, ReplicaPolicy::default()))?;
         let (mut failed, mut fatal) = (Vec::new(), None);
         for (&i, result) in open.iter().zip(results) {
             let Err(code) = result else { continue };

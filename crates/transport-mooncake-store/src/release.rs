@@ -42,7 +42,7 @@ pub(crate) fn remove_all(
         let open = std::mem::take(&mut removal.left);
         for part in open.chunks(shared.config.part_keys) {
             let names: Vec<&str> = part.iter().map(AsRef::as_ref).collect();
-            match shared.api.remove(&names, true) {
+            match shared.ledger.timed(|| shared.api.remove(&names, true)) {
                 Ok(results) => {
                     for (i, key) in part.iter().enumerate() {
                         match results.get(i) {

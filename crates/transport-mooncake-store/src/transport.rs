@@ -129,6 +129,7 @@ impl StoreTransport {
             registrations: memory.registrations(),
             pool_bytes: memory.pool_bytes(),
             copied_bytes: ledger.copied_bytes.load(Ordering::Relaxed),
+            in_calls: Duration::from_nanos(ledger.in_calls_ns.load(Ordering::Relaxed)),
             read_retries: ledger.read_retries.load(Ordering::Relaxed),
             silent_segments: segments.count(),
             refused_fetches: segments.refused.load(Ordering::Relaxed),

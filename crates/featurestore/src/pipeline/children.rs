@@ -43,7 +43,7 @@ fn command(options: &Options, mooncake: &MooncakeConfig, subcommand: &str) -> Re
     if let Some(config) = &options.config {
         command.arg("--config").arg(config);
     }
-    if options.transport == TransportChoice::Store {
+    if matches!(options.transport, TransportChoice::Store | TransportChoice::Mooncake) {
         command.envs(mooncake.variables());
         #[cfg(feature = "store")]
         command.envs(crate::mooncake::environment(mooncake));

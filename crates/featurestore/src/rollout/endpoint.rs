@@ -100,8 +100,10 @@ impl Endpoint {
         let pool = config.pool.unwrap_or(DEFAULT_POOL);
         let segment = memory.map_or(0, ByteSize::get);
         let store = Arc::new(crate::choose::store::start(config.mooncake, segment, pool).await?);
-        let known = store.clone();
-        let rollouts = rollouts.register(Arc::new(move |region| known.register(region)));
+        let (pool, known) = (store.clone(), store.clone());
+        let rollouts = rollouts
+            .take(Arc::new(move |bytes| pool.take(bytes)))
+            .register(Arc::new(move |region| known.register(region)));
         Ok(Self {
             rollouts: RolloutTransport::new(store.clone(), rollouts)?,
             keeps_bytes: segment > 0,

@@ -154,14 +154,12 @@ fn names_of_transports_are_forgiving() {
 fn help_shows_every_command_with_examples() {
     let ended = run(&["--help"]);
     assert!(ended.status.success());
-    for part in ["pipeline", "capture-server", "config", "Examples", "Exit codes"] {
+    for part in ["pipeline", "capture-server", "doctor", "config", "Examples", "Exit codes"] {
         assert!(ended.stdout.contains(part), "{part} in {}", ended.stdout);
     }
     assert!(!ended.stdout.contains("trainer;"), "internal commands stay hidden");
-    for command in
-        [&["pipeline", "--help"][..], &["capture-server", "--help"], &["config", "--help"]]
-    {
-        assert!(run(command).status.success(), "{command:?}");
+    for command in ["pipeline", "capture-server", "doctor", "config"] {
+        assert!(run(&[command, "--help"]).status.success(), "{command:?}");
     }
     assert_eq!(run(&["pipelin"]).status.code(), Some(2));
 }
@@ -169,7 +167,7 @@ fn help_shows_every_command_with_examples() {
 #[test]
 fn every_flag_of_the_readme_exists() {
     let mut known = String::from("--release --open --no-deps --quick --features --test --gpu\n");
-    for command in ["pipeline", "capture-server"] {
+    for command in ["pipeline", "capture-server", "doctor"] {
         known += &run(&[command, "--help"]).stdout;
     }
     let readme = include_str!("../../../../README.md");

@@ -16,6 +16,8 @@ use crate::{
 };
 
 const START: &str = "start transfer engine";
+/// How often starting is tried.
+const ATTEMPTS: u32 = 3;
 const CLOSE_PATIENCE: Duration = Duration::from_secs(40);
 
 /// Variables by which the wheel chooses its transport; that they are set is what counts, the value
@@ -56,26 +58,20 @@ impl WheelEngine {
         let (client, file, port, support) = interpreter.run(|gil| {
             let module = gil.import(c"mooncake.engine")?;
             let file = module.attribute(c"__file__")?.as_text()?;
-            let chosen = Chosen::set(gil, &setup.protocol)?;
-            let client = module.attribute(c"TransferEngine")?.call([])?;
-            let arguments = [
-                A::Text(&setup.local_host),
-                A::Text(&setup.metadata),
-                A::Text(&setup.protocol),
-                A::Text(&setup.devices),
-            ];
-            let answer = client.method(c"initialize", arguments);
-            chosen.put_back()?;
-            check(answer?.as_number()?, START).map_err(|e| {
-                e.with("local_host", &setup.local_host).with("protocol", &setup.protocol)
-            })?;
-            let port = client.method(c"get_rpc_port", [])?.as_number()?;
             let flag = |name| Some(module.attribute(name).ok()?.to_text().ok()? == "True");
             let support = EngineSupport {
                 mnnvl: flag(c"SUPPORT_MNNVL"),
                 intra_nvlink: flag(c"SUPPORT_INTRA_NVLINK"),
                 cuda: flag(c"SUPPORT_CUDA"),
             };
+            support.check(&setup.protocol)?; // it would say no more than -1
+            let chosen = Chosen::set(gil, &setup.protocol)?;
+            let client = initialize(&module, setup);
+            chosen.put_back()?;
+            let client = client.map_err(|e| {
+                e.with("local_host", &setup.local_host).with("protocol", &setup.protocol)
+            })?;
+            let port = client.method(c"get_rpc_port", [])?.as_number()?;
             Ok((client.park(), file, port, support))
         })?;
         let info = interpreter.wheel().info(&file);
@@ -95,6 +91,26 @@ impl WheelEngine {
         }
         Ok(client)
     }
+}
+
+/// A started engine. Mooncake picks its ports at random and loses races for them, so it is tried more
+/// than once.
+fn initialize<'g>(module: &Object<'g>, setup: &EngineSetup) -> Result<Object<'g>> {
+    for attempt in 1.. {
+        let client = module.attribute(c"TransferEngine")?.call([])?;
+        let arguments = [
+            A::Text(&setup.local_host),
+            A::Text(&setup.metadata),
+            A::Text(&setup.protocol),
+            A::Text(&setup.devices),
+        ];
+        match check(client.method(c"initialize", arguments)?.as_number()?, START) {
+            Ok(()) => return Ok(client),
+            Err(error) if attempt == ATTEMPTS => return Err(error),
+            Err(error) => tracing::debug!(%error, attempt, "Mooncake does not start"),
+        }
+    }
+    unreachable!("the last attempt returns")
 }
 
 /// The variables of [`CHOICE`] as one protocol wants them, and as they were.

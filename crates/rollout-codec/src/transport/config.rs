@@ -23,6 +23,9 @@ pub enum Verify {
 /// Makes memory known to the engine of a transport, and gives it back as it is.
 pub type Register = Arc<dyn Fn(RegionMut) -> Result<RegionMut> + Send + Sync>;
 
+/// Gives so many bytes of memory that the engine of a transport knows.
+pub type Take = Arc<dyn Fn(usize) -> Result<RegionMut> + Send + Sync>;
+
 /// How rollouts are put and got.
 #[derive(Clone)]
 #[non_exhaustive]
@@ -46,9 +49,10 @@ pub struct RolloutConfig {
     pub verify: Verify,
     /// Longest put, and longest get. Default: 30 seconds.
     pub deadline: Duration,
-    /// Memory for what is read in several parts. Default: the heap.
-    pub pool: Option<RegionPool>,
-    /// Makes memory that does not come from `pool` known to the transport's engine.
+    /// Gives memory for what is read in several parts, such as that of a registered pool. Default:
+    /// the heap.
+    pub take: Option<Take>,
+    /// Makes memory that does not come from `take` known to the transport's engine.
     pub register: Option<Register>,
     /// Readers on this host that get the same rollout over a transport without views read it once.
     /// Default: each reads by itself.
@@ -66,7 +70,7 @@ impl Default for RolloutConfig {
             threads: cores.min(4),
             verify: Verify::default(),
             deadline: DEFAULT_DEADLINE,
-            pool: None,
+            take: None,
             register: None,
             host_share: None,
         }
@@ -113,7 +117,13 @@ impl RolloutConfig {
     /// Reads what comes in several parts into `pool`.
     #[must_use]
     pub fn pool(self, pool: RegionPool) -> Self {
-        Self { pool: Some(pool), ..self }
+        self.take(Arc::new(move |bytes| pool.take(bytes)))
+    }
+
+    /// Reads what comes in several parts into memory that `take` gives.
+    #[must_use]
+    pub fn take(self, take: Take) -> Self {
+        Self { take: Some(take), ..self }
     }
 
     /// Makes other memory known to the transport's engine with `register`.
@@ -150,8 +160,8 @@ impl RolloutConfig {
 
     /// Memory of the reader.
     pub(super) fn memory(&self, bytes: usize) -> Result<RegionMut> {
-        match &self.pool {
-            Some(pool) => pool.take(bytes),
+        match &self.take {
+            Some(take) => take(bytes),
             None => self.registered(RegionMut::zeroed(bytes)?),
         }
     }

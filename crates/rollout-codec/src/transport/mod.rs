@@ -51,7 +51,7 @@ use std::{fmt, sync::Arc};
 use tokio::runtime;
 use transport_core::{Error, ErrorKind, Health, Release, Result, Transport, TransportInfo};
 
-pub use config::{Register, RolloutConfig, Verify};
+pub use config::{Register, RolloutConfig, Take, Verify};
 pub use get::Sample;
 pub use handle::{Handle, MAX_HANDLE_BYTES};
 pub use host::HostShare;

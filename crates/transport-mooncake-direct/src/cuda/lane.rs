@@ -64,10 +64,10 @@ pub enum Wait {
 impl Default for CopyPolicy {
     fn default() -> Self {
         Self {
-            copy_from: 16 << 20,
-            upload_above: INLINE[2],
+            copy_from: 48 << 20,
+            upload_above: INLINE[1],
             list_in_host_memory: false,
-            blocks_each: 2,
+            blocks_each: 4,
             rounds: 2,
             wait: Wait::Signal,
         }

@@ -104,23 +104,7 @@ impl MooncakeEngine {
     /// if the engine tells its peers another one.
     pub fn new(api: Arc<dyn EngineApi>, options: MooncakeOptions) -> Result<Self> {
         let protocol = options.protocol;
-        let known = match protocol {
-            Protocol::Nvlink => api.support().mnnvl,
-            Protocol::NvlinkIntra => api.support().intra_nvlink,
-            Protocol::Tcp | Protocol::Rdma => None,
-        };
-        if known == Some(false) {
-            return Err(unsupported("this build of Mooncake does not know the protocol")
-                .with("protocol", protocol)
-                .with("provider", api.provider())
-                .remedy(match protocol {
-                    Protocol::Nvlink => {
-                        "no official wheel for x86-64 knows it; use a build with USE_MNNVL, or \
-                         another protocol"
-                    }
-                    _ => "use one of the wheels for CUDA, or another protocol",
-                }));
-        }
+        api.support().check(protocol.name()).map_err(|e| e.with("provider", api.provider()))?;
         let session = api.session()?;
         let own = SegmentDescriptor { protocol: protocol.name().into(), ..Default::default() };
         let told = fetch_metadata(&session, &own, Instant::now() + HANDSHAKE)?;

@@ -32,6 +32,10 @@ pub enum Engine {
     /// From whatever Mooncake's own transfer engine reaches; see
     /// [`DirectTransportBuilder::mooncake`].
     Mooncake,
+    /// From device memory of processes of the same host or NVLink fabric, into device memory; see
+    /// [`DirectTransportBuilder::cuda`].
+    #[cfg(feature = "cuda")]
+    Cuda,
 }
 
 impl Engine {
@@ -41,6 +45,8 @@ impl Engine {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Mooncake => "mooncake",
+            #[cfg(feature = "cuda")]
+            Self::Cuda => "cuda",
         }
     }
 }
@@ -56,6 +62,8 @@ pub struct DirectTransportBuilder {
     token: Option<Secret>,
     tcp: TcpOptions,
     mooncake: Option<MooncakeEngine>,
+    #[cfg(feature = "cuda")]
+    cuda: Option<crate::cuda::CudaEngine>,
     control_attempts: Option<u32>,
     connect_timeout: Option<Duration>,
     reason: Option<String>,
@@ -121,6 +129,14 @@ impl DirectTransportBuilder {
         self
     }
 
+    /// The engine behind [`Engine::Cuda`]. The pool lies on its device.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn cuda(mut self, engine: crate::cuda::CudaEngine) -> Self {
+        self.cuda = Some(engine);
+        self
+    }
+
     /// How often connecting to a control listener is tried before frees are given up. Default: 5.
     #[must_use]
     pub fn control_attempts(mut self, attempts: u32) -> Self {
@@ -183,11 +199,16 @@ impl DirectTransportBuilder {
             can.fetch = self.engine.is_some();
             can.views = self.engine == Some(Engine::Shm);
             can.cross_host = self.engine != Some(Engine::Shm);
-            // Neither engine reads it.
+            // No engine but one reads it.
             can.device_memory = self.engine.is_none()
                 && self.sink.as_ref().is_some_and(|sink| !sink.arena().backing().kind().is_host());
             can.staleness_checked = true;
             can.leases = true;
+            #[cfg(feature = "cuda")]
+            if self.engine == Some(Engine::Cuda) {
+                can.cross_host = false; // but within a fabric
+                can.device_memory = true;
+            }
             can
         };
         let scheme = self.engine.map_or("direct", Engine::name);
@@ -206,13 +227,28 @@ impl DirectTransportBuilder {
                 }
                 Some(EngineState::Mooncake(engine))
             }
+            #[cfg(feature = "cuda")]
+            Some(Engine::Cuda) => Some(EngineState::Cuda(self.cuda.ok_or_else(|| {
+                invalid("no engine for device memory")
+                    .remedy("make a CudaEngine on the trainer's device and give it to the builder")
+            })?)),
         };
+        if let Some(pool) = &self.pool {
+            check_pool(pool, state.as_ref())?;
+        }
         let engine = match self.engine {
             Some(Engine::Shm) => format!("featurestore shm {version}"),
             Some(Engine::Tcp) => format!("featurestore tcp {version}, Mooncake wire 1 and 2"),
             Some(Engine::Mooncake) => match &state {
                 Some(EngineState::Mooncake(engine)) => {
                     format!("protocol {} of {}", engine.protocol(), engine.provider())
+                }
+                _ => unreachable!("made above"),
+            },
+            #[cfg(feature = "cuda")]
+            Some(Engine::Cuda) => match &state {
+                Some(EngineState::Cuda(engine)) => {
+                    format!("featurestore cuda {version}, {}", engine.device().name())
                 }
                 _ => unreachable!("made above"),
             },
@@ -231,10 +267,32 @@ impl DirectTransportBuilder {
             transfers: Transfers::default(),
             transfer_delay: self.transfer_delay,
             host_bytes: AtomicU64::new(0),
+            device_bytes: AtomicU64::new(0),
             last_error: Mutex::default(),
             closed: AtomicBool::new(false),
         };
         let jobs = Workers::new("fs-fetch", MAX_FETCHES);
         Ok(DirectTransport { info, inner: inner.into(), sink: self.sink, jobs })
     }
+}
+
+/// Refuses a pool that the engine cannot fill.
+fn check_pool(pool: &RegionPool, engine: Option<&EngineState>) -> Result<()> {
+    let (found, expected) = (pool.backing().kind(), engine.and_then(EngineState::device_kind));
+    let (fits, remedy) = match expected {
+        Some(kind) => (found == kind, "make the pool in memory of the engine's device"),
+        None => (found.is_host(), "make the pool in host memory, or read with the cuda engine"),
+    };
+    if fits {
+        return Ok(());
+    }
+    let expected = expected.map_or("host memory".into(), |kind| format!("{kind:?}"));
+    Err(Error::new(
+        ErrorKind::ConfigInvalid,
+        "build transport",
+        "the engine cannot fill the receive pool",
+    )
+    .with("expected", expected)
+    .with("found", format_args!("{found:?}"))
+    .remedy(remedy))
 }

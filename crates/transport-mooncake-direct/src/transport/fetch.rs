@@ -67,7 +67,7 @@ impl Inner {
         let views = matches!(engine, EngineState::Shm);
         let mut samples = requests
             .into_iter()
-            .map(|request| Wanted::check(request, views, self.pool.as_ref()))
+            .map(|request| Wanted::check(request, views, engine.device_kind(), self.pool.as_ref()))
             .collect::<Result<Vec<_>>>()?;
         let mut groups = self.group(&samples)?;
         let result = self
@@ -83,6 +83,12 @@ impl Inner {
         match result {
             Ok(tensors) => Ok(describe(samples, &groups, tensors)),
             Err(error) => {
+                #[cfg(feature = "cuda")]
+                if let EngineState::Cuda(engine) = engine
+                    && matches!(error.kind(), ErrorKind::PeerGone | ErrorKind::Stale)
+                {
+                    self.close_dead_peers(engine);
+                }
                 // First the memory, then the claims: nothing is read any more.
                 give_claims_back(&samples, groups, &self.uses);
                 *self.last_error.lock() = Some(error.to_string());
@@ -147,6 +153,16 @@ impl Inner {
             EngineState::Tcp(engine) => {
                 let read = |session: &_, mut ops: Vec<_>, options: &_| {
                     engine.read_ops(session, &mut ops, options).map(|()| ops)
+                };
+                self.read_remote(read, samples, groups, deadline, transfer)
+            }
+            #[cfg(feature = "cuda")]
+            EngineState::Cuda(engine) => {
+                let read = |session: &_, ops, options: &ReadOptions| {
+                    if !engine.knows(session, options.epoch) {
+                        self.close_dead_peers(engine);
+                    }
+                    engine.read_ops(session, ops, options)
                 };
                 self.read_remote(read, samples, groups, deadline, transfer)
             }
@@ -266,8 +282,11 @@ impl Inner {
                 for &i in batch {
                     for tensor in &samples[i].tensors {
                         let op = ops.next().expect("one a tensor");
-                        let bytes = op.dst.len() as u64;
-                        self.host_bytes.fetch_add(bytes, Ordering::Relaxed);
+                        let moved = match op.dst.kind().is_host() {
+                            true => &self.host_bytes,
+                            false => &self.device_bytes,
+                        };
+                        moved.fetch_add(op.dst.len() as u64, Ordering::Relaxed);
                         read[i].push(Tensor::new(tensor.meta.clone(), op.dst.freeze())?);
                     }
                 }

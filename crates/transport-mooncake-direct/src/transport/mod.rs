@@ -22,8 +22,8 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use transport_core::{
     ClientId, Descriptor, Error, ErrorKind, FetchOptions, FetchRequest, Fetched, Health,
-    Publication, PublishOptions, Release, ReleaseReport, Result, SessionName, Transport,
-    TransportInfo,
+    Publication, PublishOptions, RegionKind, Release, ReleaseReport, Result, SessionName,
+    Transport, TransportInfo,
 };
 
 pub use builder::{DirectTransportBuilder, Engine};
@@ -48,7 +48,8 @@ const GRACE: Duration = Duration::from_millis(250);
 ///
 /// - [`Engine::Shm`] maps the publisher's memory: views without a copy, or one copy;
 /// - [`Engine::Tcp`] speaks Mooncake's tcp wire;
-/// - [`Engine::Mooncake`] has Mooncake's own transfer engine do it.
+/// - [`Engine::Mooncake`] has Mooncake's own transfer engine do it;
+/// - `Engine::Cuda`, with the feature `cuda`, copies from device to device.
 ///
 /// A fetched sample is held until it is released, or until this client has been silent for its
 /// lease. A view holds its sample for as long as it lives: a release waits for it, and while this
@@ -79,6 +80,7 @@ struct Inner {
     transfers: Transfers,
     transfer_delay: Duration,
     host_bytes: AtomicU64,
+    device_bytes: AtomicU64,
     last_error: Mutex<Option<String>>,
     closed: AtomicBool,
 }
@@ -88,6 +90,19 @@ enum EngineState {
     Shm,
     Tcp(TcpEngine),
     Mooncake(MooncakeEngine),
+    #[cfg(feature = "cuda")]
+    Cuda(crate::cuda::CudaEngine),
+}
+
+impl EngineState {
+    /// The kind of memory that destinations must have; none where it is the host's, of any kind.
+    fn device_kind(&self) -> Option<RegionKind> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(engine) => Some(engine.device().region_kind()),
+            _ => None,
+        }
+    }
 }
 
 impl DirectTransport {
@@ -174,6 +189,15 @@ impl DirectTransport {
     /// [`Transport::close`] on this thread.
     pub fn close_blocking(&self) {
         close(&self.inner, &self.jobs, self.sink.as_ref());
+    }
+
+    /// The engine for device memory, if that is the one.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(&self) -> Option<&crate::cuda::CudaEngine> {
+        match &self.inner.engine {
+            Some(EngineState::Cuda(engine)) => Some(engine),
+            _ => None,
+        }
     }
 
     fn check_open(&self, operation: &'static str) -> Result<()> {
@@ -304,6 +328,14 @@ impl Inner {
         Ok(())
     }
 
+    /// Closes the memory of publishers that are gone: it would stay taken on its device.
+    #[cfg(feature = "cuda")]
+    fn close_dead_peers(&self, engine: &crate::cuda::CudaEngine) {
+        engine.retain(|session, epoch| {
+            epoch.is_none_or(|epoch| self.publishers.answers(session, epoch))
+        });
+    }
+
     fn complete(&self, mut health: Health) -> Health {
         match &self.engine {
             Some(EngineState::Tcp(engine)) => health.connected_peers += engine.stats().connections,
@@ -312,10 +344,18 @@ impl Inner {
                 health.connected_peers += stats.peers;
                 health.quarantined_bytes += stats.quarantined_bytes;
             }
+            #[cfg(feature = "cuda")]
+            Some(EngineState::Cuda(engine)) => {
+                self.close_dead_peers(engine);
+                let stats = engine.stats();
+                health.connected_peers += stats.peers;
+                health.quarantined_bytes += stats.quarantined_bytes;
+            }
             Some(EngineState::Shm) | None => {}
         }
         self.publishers.add_to(&mut health);
         health.host_payload_bytes += self.host_bytes.load(Ordering::Relaxed);
+        health.device_payload_bytes += self.device_bytes.load(Ordering::Relaxed);
         health.quarantined_bytes += self.transfers.quarantined();
         health.deferred_samples += self.uses.deferred();
         if let Some(error) = &*self.last_error.lock() {
@@ -343,6 +383,8 @@ fn close(inner: &Inner, jobs: &Workers, sink: Option<&CaptureSink>) {
                     tracing::warn!(%error, "Mooncake's engine does not stop");
                 }
             }
+            #[cfg(feature = "cuda")]
+            Some(EngineState::Cuda(engine)) => engine.retain(|_, _| false),
             Some(EngineState::Shm) | None => {}
         }
     }

@@ -93,6 +93,15 @@ impl Publishers {
         Ok(publisher)
     }
 
+    /// Whether that life of a publisher is connected, as far as is known.
+    #[cfg(feature = "cuda")]
+    pub(super) fn answers(&self, session: &SessionName, epoch: Epoch) -> bool {
+        self.known.read().values().any(|publisher| {
+            let standing = publisher.client.standing();
+            standing.is_some_and(|s| s.hello.epoch == epoch && s.hello.session == *session)
+        })
+    }
+
     pub(super) fn add_to(&self, health: &mut Health) {
         for publisher in self.known.read().values() {
             let stats = publisher.client.stats();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use capture_arena::RegionPool;
 use transport_core::{
     ArenaLocation, Descriptor, Destination, Error, ErrorKind, FeatureName, FetchRequest, Location,
-    ObjectKey, RegionMut, RemoteAddr, Result, TensorMeta,
+    ObjectKey, RegionKind, RegionMut, RemoteAddr, Result, TensorMeta,
 };
 
 /// One sample to read, checked.
@@ -28,10 +28,12 @@ pub(super) struct WantedTensor {
 }
 
 impl Wanted {
-    /// Checks a request; whatever can be seen without asking anybody.
+    /// Checks a request; whatever can be seen without asking anybody. `kind` is that of the
+    /// destinations that the engine fills, if not any of the host's.
     pub(super) fn check(
         request: FetchRequest,
         views: bool,
+        kind: Option<RegionKind>,
         pool: Option<&RegionPool>,
     ) -> Result<Self> {
         let FetchRequest { descriptor, names, destination, .. } = request;
@@ -74,7 +76,7 @@ impl Wanted {
         }
         let mut wanted =
             Self { descriptor, tensors, view: matches!(destination, Destination::View) };
-        wanted.place(destination, views, pool)?;
+        wanted.place(destination, views, kind, pool)?;
         Ok(wanted)
     }
 
@@ -90,6 +92,7 @@ impl Wanted {
         &mut self,
         destination: Destination,
         views: bool,
+        kind: Option<RegionKind>,
         pool: Option<&RegionPool>,
     ) -> Result<()> {
         match destination {
@@ -133,14 +136,7 @@ impl Wanted {
                 }
                 for (i, region) in regions.into_iter().enumerate() {
                     let expected = self.tensors[i].meta.nbytes();
-                    if !region.kind().is_host() {
-                        return Err(Error::new(
-                            ErrorKind::Unsupported,
-                            "fetch",
-                            "this engine cannot write device memory",
-                        )
-                        .with("key", self.key(i)));
-                    }
+                    check_kind(&region, kind).map_err(|e| e.with("key", self.key(i)))?;
                     if region.len() as u64 != expected {
                         return Err(Error::new(
                             ErrorKind::InvalidInput,
@@ -157,6 +153,22 @@ impl Wanted {
             }
             _ => Err(Error::new(ErrorKind::Unsupported, "fetch", "an unknown destination")),
         }
+    }
+}
+
+/// Refuses a destination that the engine cannot fill; one without bytes may lie anywhere.
+fn check_kind(region: &RegionMut, expected: Option<RegionKind>) -> Result<()> {
+    let found = region.kind();
+    let unsupported = |why| Error::new(ErrorKind::Unsupported, "fetch", why);
+    match expected {
+        None if found.is_host() => Ok(()),
+        None => Err(unsupported("this engine cannot write device memory")
+            .remedy("fetch into host memory, or read with the cuda engine")),
+        Some(expected) if found == expected || region.is_empty() => Ok(()),
+        Some(expected) => Err(unsupported("this engine writes memory of its device only")
+            .with("expected", format_args!("{expected:?}"))
+            .with("found", format_args!("{found:?}"))
+            .remedy("fetch into memory of that device")),
     }
 }
 
