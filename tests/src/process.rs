@@ -84,6 +84,11 @@ impl Process {
         rustix::process::kill_process(pid, signal).expect("the child is ours and not yet reaped");
     }
 
+    /// How it ended, if it has.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.0.try_wait().expect("the child is ours")
+    }
+
     /// Waits for its end.
     ///
     /// # Panics

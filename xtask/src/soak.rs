@@ -87,18 +87,30 @@ struct Step {
     name: String,
     program: Option<&'static str>,
     arguments: Vec<String>,
+    variables: Vec<(&'static str, &'static str)>,
     kind: Kind,
 }
 
 impl Step {
     fn cargo(name: &str, arguments: &[&str]) -> Self {
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
-        Self { name: name.to_owned(), program: None, arguments, kind: Kind::Tests }
+        Self {
+            name: name.to_owned(),
+            program: None,
+            arguments,
+            variables: Vec::new(),
+            kind: Kind::Tests,
+        }
     }
 
     fn plain(name: impl Into<String>, program: Option<&'static str>, arguments: &[&str]) -> Self {
         let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
-        Self { name: name.into(), program, arguments, kind: Kind::Plain }
+        Self { name: name.into(), program, arguments, variables: Vec::new(), kind: Kind::Plain }
+    }
+
+    fn with(mut self, variable: &'static str, value: &'static str) -> Self {
+        self.variables.push((variable, value));
+        self
     }
 
     fn run(&self, workspace: &Workspace, limit: Duration) -> Result<()> {
@@ -123,6 +135,7 @@ impl Step {
             None => workspace.cargo(),
         };
         command.current_dir(&workspace.root).args(&self.arguments);
+        command.envs(self.variables.iter().copied());
         command.env("FEATURESTORE_BIN", workspace.release_binary());
         command.env("PROPTEST_CASES", env::var("PROPTEST_CASES").unwrap_or(CASES.into()));
         command
@@ -140,6 +153,12 @@ fn steps(workspace: &Workspace) -> (Vec<Step>, Vec<Skipped>) {
             "multi-process and fault tests",
             &["test", "--release", "--no-fail-fast", "--package", "featurestore-tests"],
         ),
+        // The kills are drawn from a seed that the test prints; `RANKS_SEED` replays it.
+        Step::cargo(
+            "eight ranks, 2,000 steps, kills of any process",
+            &["test", "--release", "--package", "featurestore-tests", "--test", "ranks", "eight"],
+        )
+        .with("RANKS_STEPS", "2000"),
         Step::plain("pipeline --paper", Some("featurestore"), &["pipeline", "--paper", "--json"]),
     ];
     let mut skipped = Vec::new();

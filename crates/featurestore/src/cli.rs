@@ -2,6 +2,7 @@
 
 mod doctor;
 mod flags;
+mod launch;
 mod mooncake;
 #[cfg(feature = "rollout")]
 mod rollout;
@@ -18,7 +19,7 @@ use featurestore::{
     Config, ServerConfig, Settings,
     config::Problems,
     input::Folder,
-    pipeline::{self, Options},
+    pipeline::{self, Options, Preset},
     server::{CaptureServer, end_of_life},
     source::Source,
     workload::Model,
@@ -44,6 +45,7 @@ Examples:
   featurestore rollout bench                     puts and gets across processes, by shm
   featurestore doctor                            what works here, and why
   featurestore config show --config FILE         settings in force, with their sources
+  featurestore plan run.toml                     what each role of a run is started with
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 the job ran but its result is wrong.
 Log level: RUST_LOG, such as RUST_LOG=debug; default warn.";
@@ -60,7 +62,9 @@ enum Command {
     #[cfg(feature = "rollout")]
     #[command(subcommand)]
     Rollout(Box<rollout::RolloutCommand>),
-    /// Shows settings.
+    /// Prints what each role of a run is started with: command line and environment.
+    Plan(launch::PlanArgs),
+    /// Shows and checks settings.
     #[command(subcommand)]
     Config(ConfigCommand),
     /// The pipeline's trainer; started by the pipeline.
@@ -74,6 +78,12 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum ConfigCommand {
+    /// Checks the file of a run: everything that is wrong, each with the reason.
+    Check(launch::RunFile),
+    /// Prints every value in force of a run's file and where it comes from.
+    Explain(launch::RunFile),
+    /// Prints the JSON schema of a run's file.
+    Schema,
     /// Prints every setting in force and where it comes from.
     Show {
         /// TOML file with settings.
@@ -129,6 +139,15 @@ struct PipelineArgs {
     /// Capture requests in flight.
     #[arg(long, default_value_t = 64)]
     concurrency: usize,
+    /// The published benchmark's setting: controlled or tuned. Prints its row beside this run's.
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Prompts of one batch that is read, arranged and prepared together.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    ingest_batch: u32,
+    /// Samples a second that all servers together capture at most, such as 67.3.
+    #[arg(long, value_parser = rate)]
+    server_rate: Option<f64>,
     /// Longest synthetic prompt, in tokens.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     max_length: u32,
@@ -163,6 +182,11 @@ struct ServerArgs {
     model: ModelArgs,
 }
 
+fn rate(text: &str) -> Result<f64, String> {
+    let rate = text.parse::<f64>().ok().filter(|rate| (0.001..=1e6).contains(rate));
+    rate.ok_or_else(|| "not a number of samples a second, such as 67.3".to_owned())
+}
+
 fn layered(file: Option<&std::path::Path>) -> Result<Settings> {
     let settings = match file {
         Some(file) => Settings::new().file(file)?,
@@ -185,6 +209,10 @@ pub(crate) fn run() -> ExitCode {
         Command::CaptureServer(args) => capture_server(&args),
         #[cfg(feature = "rollout")]
         Command::Rollout(command) => rollout::run(*command),
+        Command::Plan(args) => launch::plan(&args),
+        Command::Config(ConfigCommand::Check(run)) => launch::check(&run),
+        Command::Config(ConfigCommand::Explain(run)) => launch::explain(&run),
+        Command::Config(ConfigCommand::Schema) => launch::schema(),
         Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
         Command::Trainer { config } => trainer(config.as_deref()),
     };
@@ -224,6 +252,10 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.input = args.model.input.clone();
     options.paper = args.paper;
     options.plugin = args.plugin;
+    options.style = args.preset.map(Preset::style).unwrap_or_default();
+    options.style.ingest_batch = args.ingest_batch as usize;
+    options.preset = args.preset;
+    options.server_rate = args.server_rate;
     let report = runtime(2, 8)?.block_on(pipeline::run(&options))?;
     if args.json {
         let json = serde_json::to_string(&report)

@@ -20,7 +20,8 @@ pub use problems::Problems;
 pub use server::{ArenaKind, ServerConfig};
 pub use trainer::{Config, TransportChoice};
 pub use value::duration;
-use value::{fold, nearest, suggestion};
+pub(crate) use value::suggestion;
+use value::{fold, nearest};
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -75,6 +76,7 @@ pub const KEYS: &[Key] = &[
     optional("advertise", "host that descriptors name instead of the bound address"),
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
+    optional("rate", "samples a second that a server captures at most; for synthetic load"),
     optional("fill_threads", "threads that fill captured tensors; one a core if not given"),
     optional("mooncake", "Mooncake's master, host:port; the pipeline also takes managed"),
     optional("mooncake_admin", "address of the master's metrics, host:port"),
@@ -272,8 +274,14 @@ const PREFIX: &str = "FEATURESTORE_";
 /// Whether a variable is somebody else's, though it begins as settings do.
 fn is_foreign(name: &str) -> bool {
     let of_platforms = ["PORT", "SERVICE_"].iter().any(|start| name.starts_with(start));
-    let ours =
-        ["BIN", "MOONCAKE_NEXT_VENV", "MOONCAKE_PREPARED", "STORE_LIBRARY_DIR", "TEST_NOTES"];
+    let ours = [
+        "BIN",
+        "LEADER",
+        "MOONCAKE_NEXT_VENV",
+        "MOONCAKE_PREPARED",
+        "STORE_LIBRARY_DIR",
+        "TEST_NOTES",
+    ];
     of_platforms || ours.contains(&name)
 }
 
@@ -322,6 +330,7 @@ mod tests {
             ("LEASE", "9s"),
             ("FEATURESTORE_PORT", "tcp://10.0.0.1:80"), // of a service called featurestore
             ("FEATURESTORE_SERVICE_HOST", "10.0.0.1"),
+            ("FEATURESTORE_LEADER", "10.0.0.1:9000"), // of trainers that a plan starts
             ("FEATURESTORE_BIN", "target/release/featurestore"),
         ]
         .map(|(name, value)| (name.into(), value.into()));

@@ -11,24 +11,45 @@
 //! |---|---|---|
 //! | `cli` | yes | the binary, and the modules that it is made of: `server`, `pipeline`, `input`, … |
 //! | `direct` | yes | reading a capture server's memory, by the engines `shm` and `tcp` |
+//! | `lifecycle` | yes | what becomes of samples: ledger, acknowledgement, ranks, producer, consumer, … |
 //! | `rollout` | yes | rollouts: ragged columns over the other transports |
 //! | `store` | no | Mooncake Store; one of the next two loads it at run time |
 //! | `mooncake` | no | Mooncake from a C library |
 //! | `mooncake-python` | no | Mooncake from its pip wheel, through an embedded interpreter |
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "lifecycle")]
+pub mod ack;
+#[cfg(feature = "lifecycle")]
+pub mod channel;
 mod choose;
 pub mod config;
+#[cfg(feature = "lifecycle")]
+pub mod consumer;
 #[cfg(feature = "cli")]
 pub mod doctor;
+#[cfg(feature = "lifecycle")]
+pub mod flow;
 #[cfg(feature = "cli")]
 pub mod input;
+#[cfg(feature = "lifecycle")]
+pub mod launch;
+#[cfg(feature = "lifecycle")]
+pub mod layout;
+#[cfg(feature = "lifecycle")]
+pub mod ledger;
+#[cfg(feature = "lifecycle")]
+pub mod lifecycle;
 #[cfg(feature = "store")]
 pub mod mooncake;
 #[cfg(feature = "cli")]
 pub mod pipeline;
 #[cfg(feature = "cli")]
 mod process;
+#[cfg(feature = "lifecycle")]
+pub mod producer;
+#[cfg(feature = "lifecycle")]
+pub mod ranks;
 #[cfg(feature = "rollout")]
 pub mod rollout;
 #[cfg(feature = "cli")]
@@ -38,6 +59,8 @@ pub mod source;
 mod store;
 #[cfg(any(feature = "cli", feature = "rollout"))]
 mod stored;
+#[cfg(feature = "lifecycle")]
+pub mod token;
 #[cfg(feature = "cli")]
 pub mod workload;
 

@@ -3,6 +3,7 @@
 mod generate;
 mod listen;
 mod metrics;
+mod pace;
 mod publisher;
 #[cfg(feature = "store")]
 mod store;
@@ -71,6 +72,7 @@ struct Shared {
     deadline: Duration,
     max_in_flight: usize,
     places: Arc<Semaphore>, // one a sample that is worked on or waits
+    pace: Option<pace::Pace>,
     counts: Counts,
 }
 
@@ -139,6 +141,7 @@ impl CaptureServer {
             deadline: config.deadline,
             max_in_flight: config.max_in_flight,
             places: Arc::new(Semaphore::new(config.max_in_flight)),
+            pace: config.rate.map(pace::Pace::new),
             counts: Counts::default(),
         });
         let allow = AllowList::new(config.allow.clone());

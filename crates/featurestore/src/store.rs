@@ -7,6 +7,8 @@ use transport_core::{
     ReleaseReport, Result, SessionName, Transport, TransportInfo,
 };
 
+#[cfg(feature = "lifecycle")]
+use crate::lifecycle::{Retention, Samples};
 use crate::{
     choose::{self, Choice},
     config::Config,
@@ -32,6 +34,8 @@ use crate::{
 #[derive(Debug)]
 pub struct FeatureStore {
     transport: Arc<dyn Transport>,
+    #[cfg(feature = "lifecycle")]
+    samples: Arc<Samples>,
     choice: Choice,
     client: ClientId,
     deadline: Duration,
@@ -62,7 +66,14 @@ impl FeatureStore {
     pub async fn open(config: &Config, servers: &[SessionName]) -> Result<Self> {
         let client = ClientId::random();
         let (transport, choice) = choose::open(config, servers, &client).await?;
-        Ok(Self { transport, choice, client, deadline: config.deadline })
+        Ok(Self {
+            #[cfg(feature = "lifecycle")]
+            samples: Arc::new(Samples::over(transport.clone(), Retention::default())),
+            transport,
+            choice,
+            client,
+            deadline: config.deadline,
+        })
     }
 
     /// Reads one sample: a view where the transport gives views, a copy in the pool elsewhere.
@@ -131,6 +142,21 @@ impl FeatureStore {
     /// [`Unsupported`]: transport_core::ErrorKind::Unsupported
     pub async fn release(&self, samples: Vec<Arc<Descriptor>>) -> Result<ReleaseReport> {
         self.transport.release(samples.into_iter().map(Release::from).collect()).await
+    }
+
+    /// The same samples with their lifecycle: adopted, leased, kept until they are settled, and
+    /// freed exactly once, with what could not be freed tried again.
+    #[cfg(feature = "lifecycle")]
+    pub fn samples(&self) -> &Arc<Samples> {
+        &self.samples
+    }
+
+    /// Keeps samples as `retention` says; before the first one is adopted.
+    #[cfg(feature = "lifecycle")]
+    #[must_use]
+    pub fn retention(mut self, retention: Retention) -> Self {
+        self.samples = Arc::new(Samples::over(self.transport.clone(), retention));
+        self
     }
 
     /// What the transport measures of itself, in this process.

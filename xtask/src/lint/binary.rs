@@ -11,8 +11,8 @@ const BANNED: &[(&str, &str)] = &[
     ("pyo3-ffi", "Python is behind the feature `mooncake-python`"),
 ];
 
-/// Packages that only the command line of featurestore may pull in: who links the library pays for
-/// none of them.
+/// Packages that only featurestore's command line and its lifecycle may pull in: who links the
+/// library without those pays for none of them.
 const COMMAND_LINE: &[&str] = &[
     "axum",
     "clap",
@@ -20,7 +20,9 @@ const COMMAND_LINE: &[&str] = &[
     "hyper-util",
     "indicatif",
     "reqwest",
+    "rusqlite",
     "safetensors",
+    "schemars",
     "sha2",
     "tower",
     "tracing-subscriber",

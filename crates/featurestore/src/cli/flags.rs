@@ -68,6 +68,7 @@ impl Selection for OfServer {
         "allow",
         "max_in_flight",
         "fill_threads",
+        "rate",
         "deadline",
         "lease",
     ];

@@ -8,7 +8,8 @@ pub(super) fn fold(text: &str) -> String {
     text.trim().to_ascii_lowercase().replace('-', "_")
 }
 
-pub(super) fn suggestion(found: &str, known: impl Iterator<Item = &'static str> + Clone) -> String {
+/// What may have been meant by a name that is not known.
+pub(crate) fn suggestion<'a>(found: &str, known: impl Iterator<Item = &'a str> + Clone) -> String {
     let list = known.clone().collect::<Vec<_>>().join(", ");
     match nearest(found, known) {
         Some(nearest) => format!("did you mean {nearest}? known: {list}"),
@@ -17,11 +18,8 @@ pub(super) fn suggestion(found: &str, known: impl Iterator<Item = &'static str> 
 }
 
 /// The known name that `found` is a misspelling of, if it looks like one.
-pub(super) fn nearest(
-    found: &str,
-    known: impl Iterator<Item = &'static str>,
-) -> Option<&'static str> {
-    let distance = |name: &&'static str| strsim::levenshtein(found, name);
+pub(super) fn nearest<'a>(found: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let distance = |name: &&str| strsim::levenshtein(found, name);
     known.min_by_key(distance).filter(|name| distance(name) <= 3)
 }
 

@@ -86,7 +86,7 @@ impl Server {
             ("--arena", options.arena.to_string()),
             ("--pool", pool.to_string()), // counts for the store only
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
-            ("--max-in-flight", options.concurrency.to_string()),
+            ("--max-in-flight", (options.concurrency * options.style.lease).to_string()),
             ("--hidden", options.model.hidden.to_string()),
             ("--taps", taps.join(",")),
             ("--seed", options.seed.to_string()),
@@ -95,6 +95,9 @@ impl Server {
             ("--control", ANY_PORT.into()),
         ] {
             command.arg(format!("{flag}={value}")); // a value may begin with a dash
+        }
+        if let Some(rate) = options.server_rate {
+            command.arg(format!("--rate={}", rate / options.servers as f64));
         }
         if let Some(input) = &options.input {
             let mut flag = std::ffi::OsString::from("--input=");

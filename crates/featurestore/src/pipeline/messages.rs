@@ -22,6 +22,8 @@ pub(super) struct Start {
     pub(super) quantum: usize,
     /// Whether tensors are compared with their checksums.
     pub(super) verify: bool,
+    /// Whether samples are freed one by one.
+    pub(super) serial: bool,
 }
 
 /// Further lines to the trainer: one captured sample each.

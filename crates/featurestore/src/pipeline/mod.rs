@@ -9,6 +9,7 @@ mod children;
 mod master;
 mod messages;
 mod plan;
+mod preset;
 mod producer;
 mod progress;
 mod report;
@@ -18,6 +19,7 @@ use std::path::PathBuf;
 
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
+pub use preset::{Preset, Style};
 pub use report::{MooncakeReport, PeakRss, Report, ServerReport};
 
 use crate::{
@@ -71,6 +73,12 @@ pub struct Options {
     pub plugin: bool,
     /// Whether progress is shown.
     pub progress: bool,
+    /// How the parts work together.
+    pub style: Style,
+    /// The published setting that `style` comes from; its row is printed beside.
+    pub preset: Option<Preset>,
+    /// Samples a second that all servers together capture at most.
+    pub server_rate: Option<f64>,
 }
 
 impl Default for Options {
@@ -94,6 +102,9 @@ impl Default for Options {
             pool: None,
             plugin: false,
             progress: true,
+            style: Style::default(),
+            preset: None,
+            server_rate: None,
         }
     }
 }
@@ -155,6 +166,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         pool_bytes: pool,
         quantum: options.quantum,
         verify: options.verify,
+        serial: options.style.serial,
     };
     let trainer = Trainer::start(options, &store.config, &start).await?;
     let progress = Progress::new(options, plan.len(), &trainer);

@@ -63,6 +63,11 @@ impl Plan {
         self.0.sizes.iter().map(|size| size.tokens).sum()
     }
 
+    /// Tokens of one sample.
+    pub(super) fn sample_tokens(&self, index: usize) -> u64 {
+        self.0.sizes[index].tokens
+    }
+
     /// Room that the tensors of one sample take in an arena.
     pub(super) fn arena_bytes(&self, index: usize) -> u64 {
         self.0.sizes[index].arena_bytes

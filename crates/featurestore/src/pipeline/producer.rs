@@ -1,8 +1,11 @@
 //! Drives prompts through the servers and hands the results to the trainer.
 
 use std::{
-    collections::BTreeMap,
-    sync::Arc,
+    collections::{BTreeMap, HashMap},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -10,6 +13,7 @@ use control_proto::capture::{
     CHECKSUMS_HEADER, CHECKSUMS_XXH3, CaptureOutcome, CaptureRequest, Form, HOLDER_HEADER, Limits,
     Passthrough, Prompt as CapturePrompt, SampleRequest, parse_response, write_result,
 };
+use parking_lot::{Condvar, Mutex};
 use tokio::{
     io::AsyncWriteExt,
     process::{Child, ChildStdin},
@@ -22,13 +26,14 @@ use transport_core::{
 };
 
 use super::{
-    Options,
+    Options, Style,
     children::{Events, Server, Trainer, reap},
     messages::{Event, Job, Totals},
     plan::{Plan, roomiest},
+    preset,
     progress::Progress,
 };
-use crate::{choose::Choice, workload::Prompt};
+use crate::{choose::Choice, producer::Routing, workload::Prompt};
 
 /// Samples sent ahead of the trainer, so that results never pile up in this process.
 const AHEAD: usize = 4096;
@@ -73,6 +78,14 @@ struct Flow<'a> {
     concurrency: usize,
     quantum: usize,
     addresses: Vec<String>,
+    style: Style,
+    order: Vec<usize>,   // of sending
+    ahead: Arc<Ahead>,   // prompts that are prepared already
+    tokens: Vec<u64>,    // under way at each server
+    calls: Vec<usize>,   // under way at each server
+    turn: usize,         // whose turn it is, with shared routing
+    held: Vec<Job>,      // captured and not handed on, while captures do not rest
+    materializing: bool, // with serial materialization: captures rest
     capacity: Vec<u64>,
     outstanding: Vec<u64>,     // bytes of each server that are not acknowledged
     place: Vec<Option<usize>>, // server of each sample
@@ -92,11 +105,61 @@ struct RequestOptions {
     store_id: StoreId,
 }
 
+/// What came of one request.
 struct Captured {
+    server: usize,
+    tokens: u64,
+    samples: Vec<CapturedSample>,
+    retries: u64,
+}
+
+struct CapturedSample {
     index: usize,
     result: Vec<u8>,
     checksums: Option<BTreeMap<String, String>>,
-    retries: u64,
+}
+
+/// Prompts that a thread prepares before they are needed.
+#[derive(Default)]
+struct Ahead {
+    prompts: Mutex<HashMap<usize, Prompt>>,
+    room: Condvar,
+    ended: AtomicBool,
+}
+
+impl Ahead {
+    /// Prepares up to `most` prompts ahead, in `order`, until `self` is ended.
+    fn start(self: &Arc<Self>, plan: Plan, order: Vec<usize>, most: usize) {
+        if most == 0 {
+            return;
+        }
+        let ahead = self.clone();
+        std::thread::spawn(move || {
+            for index in order {
+                // What cannot be made is made again where its error is reported.
+                let Ok(prompt) = plan.prompt(index) else { return };
+                let mut prompts = ahead.prompts.lock();
+                while prompts.len() >= most && !ahead.ended.load(Ordering::Relaxed) {
+                    ahead.room.wait(&mut prompts);
+                }
+                if ahead.ended.load(Ordering::Relaxed) {
+                    return;
+                }
+                prompts.insert(index, prompt);
+            }
+        });
+    }
+
+    fn take(&self, index: usize) -> Option<Prompt> {
+        let prompt = self.prompts.lock().remove(&index);
+        self.room.notify_one();
+        prompt
+    }
+
+    fn end(&self) {
+        self.ended.store(true, Ordering::Relaxed);
+        self.room.notify_all();
+    }
 }
 
 impl<'a> Producer<'a> {
@@ -122,6 +185,20 @@ impl<'a> Producer<'a> {
             views,
             concurrency: options.concurrency,
             quantum: options.quantum,
+            style: options.style,
+            order: preset::order(
+                plan.len(),
+                options.style.ingest_batch,
+                options.style.batching,
+                options.seed,
+                |index| plan.arena_bytes(index),
+            ),
+            ahead: Arc::default(),
+            tokens: vec![0; servers.len()],
+            calls: vec![0; servers.len()],
+            turn: 0,
+            held: Vec::new(),
+            materializing: false,
             addresses: servers.iter().map(|s| s.http.clone()).collect(),
             capacity: servers.iter().map(|s| s.arena_bytes).collect(),
             outstanding: vec![0; servers.len()],
@@ -145,9 +222,17 @@ impl<'a> Producer<'a> {
         let mut requests = JoinSet::new();
         let (start, mut last_news) = (Instant::now(), Instant::now());
         let (mut capture_elapsed, mut pipeline_elapsed) = (Duration::ZERO, Duration::ZERO);
+        let ahead = flow.style.prefetch * flow.style.ingest_batch;
+        flow.ahead.start(flow.plan.clone(), flow.order.clone(), ahead);
+        let ended = End(flow.ahead.clone()); // also when this fails
         let totals = loop {
             flow.issue(&mut requests)?;
-            if flow.captured == flow.plan.len() {
+            for job in flow.ready() {
+                if jobs.as_ref().is_none_or(|jobs| jobs.send(job).is_err()) {
+                    return Err(trainer_gone(&mut trainer, &name).await);
+                }
+            }
+            if flow.captured == flow.plan.len() && flow.held.is_empty() {
                 jobs = None; // the trainer acknowledges the rest and ends
             }
             let deaths = futures_select(servers);
@@ -157,10 +242,7 @@ impl<'a> Producer<'a> {
                         Error::new(ErrorKind::Unexpected, "capture", "a request panicked").source(e)
                     })??;
                     capture_elapsed = start.elapsed();
-                    let job = flow.captured(captured)?;
-                    if jobs.as_ref().is_none_or(|jobs| jobs.send(job).is_err()) {
-                        return Err(trainer_gone(&mut trainer, &name).await);
-                    }
+                    flow.captured(captured)?;
                 }
                 event = events.next() => match event? {
                     Some(Event::Verified { index }) => {
@@ -183,6 +265,7 @@ impl<'a> Producer<'a> {
             }
             last_news = Instant::now();
         };
+        drop(ended);
         reap(&mut trainer, &name).await?;
         writer.await.map_err(|e| {
             Error::new(ErrorKind::Unexpected, "run pipeline", "the job writer panicked").source(e)
@@ -234,42 +317,101 @@ async fn write_jobs(mut stdin: ChildStdin, mut queue: mpsc::UnboundedReceiver<Jo
 impl Flow<'_> {
     /// Sends as many prompts as concurrency and the arenas' room allow, in order.
     fn issue(&mut self, requests: &mut JoinSet<Result<Captured>>) -> Result<()> {
-        while self.next < self.plan.len()
+        if self.materializing {
+            self.materializing = self.verified < self.captured;
+        }
+        while !self.materializing
+            && self.next < self.plan.len()
             && self.in_flight < self.concurrency
             && self.next - self.verified < AHEAD
         {
-            let bytes = self.plan.arena_bytes(self.next);
+            let bytes = self.plan.arena_bytes(self.order[self.next]);
             let free: Vec<u64> =
                 self.capacity.iter().zip(&self.outstanding).map(|(c, o)| c - o).collect();
-            let roomiest = roomiest(&free);
-            if free[roomiest] < bytes {
+            let server = self.pick(&free, bytes);
+            if free[server] < bytes {
                 let idle = self.in_flight == 0 && self.verified == self.captured;
                 let room_comes = self.verified - self.acked >= self.quantum;
-                return if idle && !room_comes { Err(self.cannot_fit(bytes)) } else { Ok(()) };
+                if idle && !room_comes {
+                    return Err(self.cannot_fit(bytes));
+                }
+                break;
             }
-            self.outstanding[roomiest] += bytes;
-            self.place[self.next] = Some(roomiest);
-            let address = self.addresses[roomiest].clone();
-            let (plan, request, index) = (self.plan.clone(), self.request.clone(), self.next);
-            requests
-                .spawn(async move { request.capture(&plan.prompt(index)?, index, &address).await });
-            self.next += 1;
+            let (mut indices, mut room, mut tokens) = (Vec::new(), free[server], 0);
+            while let Some(&index) = self.order.get(self.next) {
+                let bytes = self.plan.arena_bytes(index);
+                if indices.len() == self.style.lease || bytes > room {
+                    break;
+                }
+                room -= bytes;
+                tokens += self.plan.sample_tokens(index);
+                self.outstanding[server] += bytes;
+                self.place[index] = Some(server);
+                indices.push(index);
+                self.next += 1;
+            }
+            self.tokens[server] += tokens;
+            self.calls[server] += 1;
+            let address = self.addresses[server].clone();
+            let (plan, request, ahead) =
+                (self.plan.clone(), self.request.clone(), self.ahead.clone());
+            requests.spawn(async move {
+                let prompt = |index| {
+                    let ready = ahead.take(index);
+                    Ok((index, ready.map_or_else(|| plan.prompt(index), Ok)?))
+                };
+                let prompts = indices.into_iter().map(prompt).collect::<Result<_>>()?;
+                let (samples, retries) = request.capture(prompts, &address).await?;
+                Ok(Captured { server, tokens, samples, retries })
+            });
             self.in_flight += 1;
+        }
+        // Serial: the trainer reads once nothing is being captured any more.
+        if self.style.serial && self.in_flight == 0 && self.verified < self.captured {
+            self.materializing = true;
         }
         Ok(())
     }
 
-    fn captured(&mut self, captured: Captured) -> Result<Job> {
+    /// The server of the next request. It may lack the room, if none has it.
+    fn pick(&mut self, free: &[u64], bytes: u64) -> usize {
+        let count = free.len();
+        let fitting = (0..count).map(|i| (self.turn + i) % count).filter(|&s| free[s] >= bytes);
+        let picked = match self.style.routing {
+            None => None,
+            Some(Routing::Shared) => fitting.min_by_key(|&server| self.calls[server]),
+            Some(Routing::LeastTokens) => fitting.min_by_key(|&server| self.tokens[server]),
+        };
+        let picked = picked.unwrap_or_else(|| roomiest(free));
+        self.turn = (picked + 1) % count;
+        picked
+    }
+
+    fn captured(&mut self, captured: Captured) -> Result<()> {
         self.in_flight -= 1;
-        self.captured += 1;
+        self.calls[captured.server] -= 1;
+        self.tokens[captured.server] -= captured.tokens;
         self.retries += captured.retries;
-        self.progress.captured();
-        let text = String::from_utf8(captured.result).expect("JSON is UTF-8");
-        let result = serde_json::value::RawValue::from_string(text).map_err(|e| {
-            Error::new(ErrorKind::Unexpected, "hand on capture", "not JSON").source(e)
-        })?;
-        let sha256 = self.plan.sha256(captured.index)?;
-        Ok(Job { index: captured.index, result, checksums: captured.checksums, sha256 })
+        for sample in captured.samples {
+            self.captured += 1;
+            self.progress.captured();
+            let text = String::from_utf8(sample.result).expect("JSON is UTF-8");
+            let result = serde_json::value::RawValue::from_string(text).map_err(|e| {
+                Error::new(ErrorKind::Unexpected, "hand on capture", "not JSON").source(e)
+            })?;
+            let (index, checksums) = (sample.index, sample.checksums);
+            let sha256 = self.plan.sha256(index)?;
+            self.held.push(Job { index, result, checksums, sha256 });
+        }
+        Ok(())
+    }
+
+    /// Jobs to hand on now.
+    fn ready(&mut self) -> Vec<Job> {
+        if self.style.serial && !self.materializing {
+            return Vec::new();
+        }
+        std::mem::take(&mut self.held)
     }
 
     fn verified(&mut self, index: usize) {
@@ -311,33 +453,41 @@ impl Flow<'_> {
 }
 
 impl RequestOptions {
-    /// Captures one prompt, with another attempt where the server says that it may help.
-    async fn capture(&self, prompt: &Prompt, index: usize, address: &str) -> Result<Captured> {
-        let mut retries = 0;
+    /// Captures prompts in one request, with another attempt for those where the server says that
+    /// it may help.
+    async fn capture(
+        &self,
+        prompts: Vec<(usize, Prompt)>,
+        address: &str,
+    ) -> Result<(Vec<CapturedSample>, u64)> {
+        let (mut captured, mut left, mut attempts) = (Vec::new(), prompts, 0);
         loop {
-            let replace = retries > 0; // a lost answer may have left objects behind
-            match self.attempt(prompt, address, replace).await {
-                Ok((result, checksums)) => {
-                    return Ok(Captured { index, result, checksums, retries });
+            let replace = attempts > 0; // a lost answer may have left objects behind
+            let error = match self.attempt(&left, address, replace).await {
+                Ok((samples, failed)) => {
+                    captured.extend(samples);
+                    let Some((_, error)) = failed.first() else {
+                        return Ok((captured, attempts));
+                    };
+                    let error = Error::new(error.kind(), "capture", error.to_string());
+                    let failed: Vec<usize> = failed.into_iter().map(|(index, _)| index).collect();
+                    left.retain(|(index, _)| failed.contains(index));
+                    error
                 }
-                Err(error) if error.is_temporary() && retries + 1 < u64::from(ATTEMPTS) => {
-                    tracing::info!(%error, "another attempt");
-                    retries += 1;
-                    tokio::time::sleep(PUT_OFF * (1 << retries.min(4))).await;
-                }
-                Err(error) => return Err(error.with("attempts", retries + 1)),
+                Err(error) => error,
+            };
+            attempts += 1;
+            if !error.is_temporary() || attempts >= u64::from(ATTEMPTS) {
+                return Err(error.with("attempts", attempts));
             }
+            tracing::info!(%error, "another attempt");
+            tokio::time::sleep(PUT_OFF * (1 << attempts.min(4))).await;
         }
     }
 
-    async fn attempt(
-        &self,
-        prompt: &Prompt,
-        address: &str,
-        replace: bool,
-    ) -> Result<(Vec<u8>, Option<BTreeMap<String, String>>)> {
+    fn prompt(&self, prompt: &Prompt, replace: bool) -> Result<CapturePrompt> {
         let key = SampleKey::new(self.store_id.clone(), prompt.sample_id.clone(), Generation(1));
-        let mut sample = SampleRequest::new(key.clone());
+        let mut sample = SampleRequest::new(key);
         sample.replace = replace;
         sample.aux = Some(FeatureName::new("hidden_states")?);
         sample.last_hidden = Some(FeatureName::new("target_last_hidden_states")?);
@@ -345,17 +495,29 @@ impl RequestOptions {
             let meta = TensorMeta::new(Dtype::Int64, [1, data.len() as u64])?;
             sample.passthrough.push(Passthrough::new(FeatureName::new(name)?, meta, data.clone())?);
         }
-        let tokens = prompt.input_ids.len() as u64;
-        let asked = sample.clone();
         let extra_key = Some(ClientId::random().to_string());
-        let prompt = CapturePrompt { input_ids: prompt.input_ids.clone(), extra_key, sample };
+        Ok(CapturePrompt { input_ids: prompt.input_ids.clone(), extra_key, sample })
+    }
+
+    /// One request: what it captured, and what the server says has failed.
+    async fn attempt(
+        &self,
+        prompts: &[(usize, Prompt)],
+        address: &str,
+        replace: bool,
+    ) -> Result<(Vec<CapturedSample>, Vec<(usize, Error)>)> {
+        let asked: Vec<CapturePrompt> = prompts
+            .iter()
+            .map(|(_, prompt)| self.prompt(prompt, replace))
+            .collect::<Result<_>>()?;
+        let keys: Vec<SampleKey> = asked.iter().map(|p| p.sample.sample.clone()).collect();
         let mut body = Vec::new();
-        CaptureRequest::new(self.form, vec![prompt]).write(&mut body)?;
+        CaptureRequest::new(self.form, asked.clone()).write(&mut body)?;
 
         let failed = |e: reqwest::Error| {
             Error::new(ErrorKind::PeerGone, "capture", "the server did not answer")
                 .with("server", address)
-                .with("sample_id", &key.sample_id)
+                .with("sample_id", &keys[0].sample_id)
                 .source(e)
         };
         let mut request = self
@@ -380,22 +542,42 @@ impl RequestOptions {
                 .with("server", address)
                 .with("status", status));
         }
-        let row = parse_response(&body, std::slice::from_ref(&key), &Limits::default())?
-            .pop()
-            .expect("one a sample");
-        if let CaptureOutcome::Failed { error, retryable, .. } = &row.outcome {
-            let kind =
-                if *retryable { ErrorKind::CapacityExceeded } else { ErrorKind::InvalidInput };
-            return Err(Error::new(kind, "capture", error.clone()).with("server", address));
+        let (mut captured, mut rejected) = (Vec::new(), Vec::new());
+        let rows = parse_response(&body, &keys, &Limits::default())?;
+        for ((&(index, _), asked), row) in prompts.iter().zip(&asked).zip(rows) {
+            match &row.outcome {
+                CaptureOutcome::Failed { error, retryable, .. } => {
+                    let kind = if *retryable {
+                        ErrorKind::CapacityExceeded
+                    } else {
+                        ErrorKind::InvalidInput
+                    };
+                    let error = Error::new(kind, "capture", error.clone());
+                    rejected.push((index, error.with("server", address)));
+                }
+                CaptureOutcome::Captured(descriptor) => {
+                    asked.sample.check_result(descriptor, asked.input_ids.len() as u64)?;
+                    let mut result = Vec::new();
+                    write_result(&mut result, &row.outcome)?;
+                    let checksums = row.checksums.map(|sums| {
+                        let text = |(name, sum): (FeatureName, _)| {
+                            (name.to_string(), control_proto::capture::Checksum::to_string(&sum))
+                        };
+                        sums.into_iter().map(text).collect()
+                    });
+                    captured.push(CapturedSample { index, result, checksums });
+                }
+            }
         }
-        if let CaptureOutcome::Captured(descriptor) = &row.outcome {
-            asked.check_result(descriptor, tokens)?;
-        }
-        let mut result = Vec::new();
-        write_result(&mut result, &row.outcome)?;
-        let sums = row.checksums.map(|sums| {
-            sums.into_iter().map(|(name, sum)| (name.to_string(), sum.to_string())).collect()
-        });
-        Ok((result, sums))
+        Ok((captured, rejected))
+    }
+}
+
+/// Ends the preparing of prompts.
+struct End(Arc<Ahead>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.end();
     }
 }

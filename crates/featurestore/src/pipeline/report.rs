@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use transport_core::ByteSize;
 
-use super::{Options, producer::Run};
+use super::{Options, Preset, preset::PUBLISHED_ON, producer::Run};
 use crate::choose::Candidate;
 
 /// Result of a run; `--json` prints it.
@@ -60,6 +60,10 @@ pub struct Report {
     pub servers: Vec<ServerReport>,
     /// Largest resident sets.
     pub peak_rss_bytes: PeakRss,
+    /// Published setting that the run took.
+    pub preset: Option<Preset>,
+    /// Samples a second that all servers together captured at most.
+    pub server_rate: Option<f64>,
     #[serde(skip)]
     expected: u64,
     #[serde(skip)]
@@ -160,6 +164,8 @@ impl Report {
             retries: run.retries,
             servers,
             peak_rss_bytes: PeakRss { server, trainer: totals.peak_rss_bytes },
+            preset: options.preset,
+            server_rate: options.server_rate,
             expected: run.samples as u64,
             verify: options.verify,
         }
@@ -291,6 +297,23 @@ impl fmt::Display for Report {
             )?;
         }
         writeln!(f, "registrations  {} while running", self.registrations_while_running)?;
-        write!(f, "trainer        peak memory {}", size(self.peak_rss_bytes.trainer))
+        write!(f, "trainer        peak memory {}", size(self.peak_rss_bytes.trainer))?;
+        let Some(preset) = self.preset else { return Ok(()) };
+        write!(f, "\n\n{preset:<14} {:>14} {:>14}", "this run", "published")?;
+        let here = [
+            self.capture_samples_per_s,
+            self.materialize_samples_per_s,
+            self.pipeline_samples_per_s,
+            self.pipeline_elapsed_s,
+            self.cleanup_elapsed_s,
+        ];
+        let names = ["capture /s", "materialize /s", "pipeline /s", "elapsed s", "cleanup s"];
+        for ((name, here), published) in names.into_iter().zip(here).zip(preset.published()) {
+            write!(f, "\n{name:<14} {here:>14.4} {published:>14.4}")?;
+        }
+        if let Some(rate) = self.server_rate {
+            write!(f, "\nservers were limited to {rate} samples a second together")?;
+        }
+        write!(f, "\n{PUBLISHED_ON}")
     }
 }

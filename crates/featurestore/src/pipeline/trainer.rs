@@ -62,6 +62,7 @@ async fn train(config: Config) -> Result<Totals> {
         store: store.clone(),
         quantum: start.quantum.max(1),
         verify: start.verify,
+        serial: start.serial,
         room: room.clone(),
         pending: Vec::new(),
         totals: Totals::default(),
@@ -190,6 +191,7 @@ struct Verifier {
     store: Arc<FeatureStore>,
     quantum: usize,
     verify: bool,
+    serial: bool,
     room: Arc<Notify>,
     pending: Vec<(usize, Arc<Descriptor>)>,
     totals: Totals,
@@ -234,7 +236,14 @@ impl Verifier {
     async fn acknowledge(&mut self) -> Result<ReleaseReport> {
         let (indices, samples): (Vec<_>, Vec<_>) = self.pending.drain(..).unzip();
         let start = Instant::now();
-        let report = self.store.release(samples).await?;
+        let mut report = ReleaseReport::default();
+        if self.serial {
+            for sample in samples {
+                report.merge(self.store.release(vec![sample]).await?);
+            }
+        } else {
+            report = self.store.release(samples).await?;
+        }
         self.totals.cleanup_s += start.elapsed().as_secs_f64();
         say(&Event::Acked { indices })?;
         Ok(report)

@@ -68,7 +68,11 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
     };
     let (form, batched) = (request.form, request.batched);
     let work = Arc::new(Asking { prompts: request.prompts, _places: places, _room: room });
+    let due = state.pace.as_ref().map(|pace| pace.due(samples));
     let rows = capture(&state, &work, asked).await;
+    if let Some(due) = due {
+        tokio::time::sleep_until(due).await;
+    }
     let mut json = Vec::with_capacity(1024 * rows.len());
     match write_response(&mut json, form, batched, &rows) {
         Ok(()) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),

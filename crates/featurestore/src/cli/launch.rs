@@ -1,0 +1,75 @@
+//! `plan`, and `config check`, `explain` and `schema`: a run's file.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Args, ValueEnum};
+use featurestore::launch::{Format, Loaded, RunConfig};
+use transport_core::Result;
+
+use super::say;
+
+/// A run's file.
+#[derive(Debug, Args)]
+pub(super) struct RunFile {
+    /// TOML file of the run; environment variables such as MOONCAKE_PROTOCOL come before it.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct PlanArgs {
+    #[command(flatten)]
+    run: RunFile,
+    /// How the plan is printed.
+    #[arg(long, value_enum, default_value_t = As::Text)]
+    format: As,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum As {
+    /// For people.
+    Text,
+    /// One JSON object.
+    Json,
+    /// Lines to paste into a shell.
+    Shell,
+}
+
+impl RunFile {
+    fn load(&self) -> Result<Loaded> {
+        let loaded = Loaded::file(&self.file, |name| std::env::var(name).ok())?;
+        for note in &loaded.notes {
+            eprintln!("featurestore: note: {note}");
+        }
+        Ok(loaded)
+    }
+}
+
+pub(super) fn plan(args: &PlanArgs) -> Result<ExitCode> {
+    let format = match args.format {
+        As::Text => Format::Text,
+        As::Json => Format::Json,
+        As::Shell => Format::Shell,
+    };
+    say(args.run.load()?.plan().render(format).trim_end())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) fn check(run: &RunFile) -> Result<ExitCode> {
+    let loaded = run.load()?;
+    let quantum = loaded.config.trainer.quantum();
+    say(format_args!("{}: fine; one optimizer step takes {quantum} samples", run.file.display()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) fn explain(run: &RunFile) -> Result<ExitCode> {
+    for (path, value, source) in run.load()?.explain() {
+        say(format_args!("{path:<36} {value:<32} {source}"))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) fn schema() -> Result<ExitCode> {
+    say(format_args!("{:#}", RunConfig::schema()))?;
+    Ok(ExitCode::SUCCESS)
+}

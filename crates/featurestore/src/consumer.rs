@@ -1,0 +1,254 @@
+//! Reads samples ahead of the training loop, in order.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use tokio::task::JoinHandle;
+use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId};
+
+use crate::{
+    layout::Layout,
+    lifecycle::{Leased, Samples},
+};
+
+/// How a [`Consumer`] reads.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ConsumerOptions {
+    /// Samples that are read at a time, ahead of the training loop. Default: 4.
+    pub in_flight: usize,
+    /// Longest time of one reading. Default: 30 seconds.
+    pub deadline: Duration,
+    /// What samples must look like; none checks nothing.
+    pub layout: Option<Layout>,
+}
+
+impl Default for ConsumerOptions {
+    fn default() -> Self {
+        Self { in_flight: 4, deadline: Duration::from_secs(30), layout: None }
+    }
+}
+
+/// What the training loop gets.
+#[derive(Debug)]
+pub enum Materialized {
+    /// A sample, and the lease under which it is read.
+    Ready(Leased),
+    /// It cannot be had any more: its server is gone, or has another life.
+    Lost(SampleId, Error),
+}
+
+/// Samples in the order in which they were handed to it, several of them on their way.
+#[derive(Debug)]
+pub struct Consumer {
+    samples: Arc<Samples>,
+    options: ConsumerOptions,
+    waiting: VecDeque<Arc<Descriptor>>,
+    reading: VecDeque<(Arc<Descriptor>, JoinHandle<Result<Leased>>)>,
+}
+
+impl Consumer {
+    /// Reads through `samples`. Must be used within a tokio runtime.
+    pub fn new(samples: Arc<Samples>, options: ConsumerOptions) -> Self {
+        Self { samples, options, waiting: VecDeque::new(), reading: VecDeque::new() }
+    }
+
+    /// Hands samples over; those that fit into the bound are read from now on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] if a sample is not what the layout says. Then none is taken.
+    pub fn feed(&mut self, samples: impl IntoIterator<Item = Arc<Descriptor>>) -> Result<()> {
+        let samples: Vec<_> = samples.into_iter().collect();
+        if let Some(layout) = &self.options.layout {
+            for sample in &samples {
+                layout.check(sample)?;
+            }
+        }
+        self.waiting.extend(samples);
+        self.start();
+        Ok(())
+    }
+
+    /// Samples that were handed over and not returned yet.
+    pub fn len(&self) -> usize {
+        self.waiting.len() + self.reading.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn start(&mut self) {
+        while self.reading.len() < self.options.in_flight.max(1) {
+            let Some(sample) = self.waiting.pop_front() else { return };
+            let (samples, deadline) = (self.samples.clone(), self.options.deadline);
+            let wanted = sample.clone();
+            let reading = tokio::spawn(async move {
+                samples.adopt(std::slice::from_ref(&wanted)).await?;
+                samples.get(&wanted, deadline).await
+            });
+            self.reading.push_back((sample, reading));
+        }
+    }
+
+    /// The next sample, in order; none if nothing was handed over.
+    ///
+    /// # Errors
+    /// What makes going on senseless: bytes that are not what was described, a closed store. The
+    /// sample stays with the caller's books; nothing is leased for it.
+    pub async fn next(&mut self) -> Result<Option<Materialized>> {
+        let Some((sample, reading)) = self.reading.front_mut() else { return Ok(None) };
+        let outcome = reading.await; // a dropped future leaves the reading where it is
+        let id = sample.sample.sample_id.clone();
+        self.reading.pop_front();
+        self.start();
+        let outcome = outcome.map_err(|e| {
+            Error::new(ErrorKind::Unexpected, "materialize", "reading panicked").source(e)
+        })?;
+        match outcome {
+            Ok(leased) => Ok(Some(Materialized::Ready(leased))),
+            Err(error) => match error.kind() {
+                ErrorKind::NotFound
+                | ErrorKind::Stale
+                | ErrorKind::PeerGone
+                | ErrorKind::OutOfRange
+                | ErrorKind::Timeout => Ok(Some(Materialized::Lost(id, error))),
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// Stops reading, and gives back what was never returned, oldest first, without leases.
+    pub async fn close(mut self, bound: Duration) -> Vec<Arc<Descriptor>> {
+        let mut left = Vec::new();
+        let end = tokio::time::Instant::now() + bound;
+        for (sample, mut reading) in self.reading.drain(..) {
+            match tokio::time::timeout_at(end, &mut reading).await {
+                Ok(Ok(Ok(leased))) => {
+                    self.samples.release(&leased.token).await;
+                }
+                Ok(_) => {}
+                Err(_) => reading.abort(), // its lease ends with it
+            }
+            left.push(sample);
+        }
+        left.extend(self.waiting.drain(..));
+        left
+    }
+}
+
+impl Drop for Consumer {
+    fn drop(&mut self) {
+        for (_, reading) in &self.reading {
+            reading.abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use indexmap::IndexMap;
+    use transport_core::{
+        Dtype, FeatureName, Generation, MemoryTransport, Publication, PublishOptions, Ready,
+        RegionSlice, Release, SampleKey, StoreId, Tensor, TensorMeta, Transport,
+    };
+
+    use super::*;
+    use crate::{layout::Strategy, lifecycle::Retention};
+
+    async fn published(publisher: &MemoryTransport, count: usize) -> Vec<Arc<Descriptor>> {
+        let sample = |i| {
+            let id = SampleId::new(format!("s-{i}")).unwrap();
+            let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
+            let meta = TensorMeta::new(Dtype::Uint8, [1, 1]).unwrap();
+            let tensor = Tensor::new(meta, RegionSlice::copy_of(&[i as u8])).unwrap();
+            let tensors = IndexMap::from([(FeatureName::new("x").unwrap(), tensor)]);
+            Publication::new(key, tensors, Ready::Now)
+        };
+        let batch = (0..count).map(sample).collect();
+        let described = publisher.publish(batch, PublishOptions::default()).await.unwrap();
+        described.into_iter().map(Arc::new).collect()
+    }
+
+    async fn store(count: usize) -> (MemoryTransport, Arc<Samples>, Vec<Arc<Descriptor>>) {
+        let publisher = MemoryTransport::builder().arena_bytes(1 << 20).build().unwrap();
+        let described = published(&publisher, count).await;
+        let samples = Samples::over(Arc::new(publisher.client()), Retention::default());
+        (publisher, Arc::new(samples), described)
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn samples_come_in_order_several_under_way_and_lost_ones_are_named() {
+        let (publisher, samples, all) = store(20).await;
+        let gone = Release::from(all[7].clone());
+        publisher.release(vec![gone]).await.unwrap();
+        let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+        consumer.feed(all).unwrap();
+        assert_eq!(consumer.len(), 20);
+        for i in 0..20_u8 {
+            match consumer.next().await.unwrap().unwrap() {
+                Materialized::Ready(leased) => {
+                    assert_eq!(leased.tensors["x"].data.as_ref(), [i]);
+                    samples.release(&leased.token).await;
+                }
+                Materialized::Lost(id, error) => {
+                    assert_eq!((i, id.as_str()), (7, "s-7"), "{error}");
+                }
+            }
+        }
+        assert!(consumer.next().await.unwrap().is_none() && consumer.is_empty());
+        assert_eq!(samples.health().active_leases, 0);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn d20_closing_gives_back_what_was_never_returned_and_leaves_no_lease() {
+        let (_publisher, samples, all) = store(10).await;
+        let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+        consumer.feed(all.clone()).unwrap();
+        let Some(Materialized::Ready(first)) = consumer.next().await.unwrap() else {
+            panic!("the first is there");
+        };
+        samples.release(&first.token).await;
+        let left = consumer.close(Duration::from_secs(5)).await;
+        assert_eq!(left, all[1..]);
+        assert_eq!(samples.health().active_leases, 0);
+        // They may be handed out again.
+        let mut again = Consumer::new(samples.clone(), ConsumerOptions::default());
+        again.feed(left).unwrap();
+        assert!(matches!(again.next().await.unwrap(), Some(Materialized::Ready(_))));
+        drop(again);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn d20_closing_is_bounded_when_a_reading_stalls() {
+        let (_publisher, samples, all) = store(3).await;
+        let reading = {
+            let (samples, sample) = (samples.clone(), all[0].clone());
+            tokio::spawn(async move {
+                samples.adopt(std::slice::from_ref(&sample)).await?;
+                std::future::pending::<Result<Leased>>().await
+            })
+        };
+        let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+        consumer.reading.push_back((all[0].clone(), reading));
+        consumer.waiting.extend(all[1..].iter().cloned());
+        let start = Instant::now();
+        let left = consumer.close(Duration::from_millis(100)).await;
+        assert!(start.elapsed() < Duration::from_secs(5));
+        assert_eq!(left, all);
+        assert_eq!(samples.health().active_leases, 0);
+    }
+
+    #[tokio::test]
+    async fn what_the_strategy_cannot_train_on_is_refused_before_it_is_read() {
+        let (_publisher, samples, all) = store(1).await;
+        let layout = Layout::new(Strategy::Dspark, 8, vec![1]).unwrap();
+        let options = ConsumerOptions { layout: Some(layout), ..ConsumerOptions::default() };
+        let mut consumer = Consumer::new(samples, options);
+        let error = consumer.feed(all).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        assert!(consumer.is_empty());
+    }
+}

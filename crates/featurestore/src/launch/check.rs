@@ -1,0 +1,204 @@
+//! What contradicts what, and why.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    net::IpAddr,
+};
+
+use transport_core::{Error, ErrorKind, Result};
+
+use super::config::{Backend, Buffers, Protocol, RunConfig};
+use crate::{config::Problems, flow::Watermarks, layout::Layout};
+
+/// Everything that is wrong at once; what will be regretted otherwise.
+pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> Result<Vec<String>> {
+    let mut problems = Problems::default();
+    let mut notes = Vec::new();
+    let refuse = |settings: &'static str, why: &'static str, remedy: &'static str| {
+        Err::<(), _>(
+            Error::new(ErrorKind::ConfigInvalid, "check configuration", why)
+                .with("settings", settings)
+                .remedy(remedy),
+        )
+    };
+    let transport = &config.transport;
+    let mooncake = matches!(transport.backend, Backend::Mooncake | Backend::MooncakeGpuDirect);
+    let nvlink = matches!(transport.protocol, Some(Protocol::Nvlink | Protocol::NvlinkIntra));
+
+    let run = &config.run;
+    problems.note(Layout::new(run.strategy, run.hidden, run.layers.clone()));
+    if run.max_length == 0 {
+        problems.note(refuse("run.max_length", "prompts have no tokens", "give at least 1"));
+    }
+    match transport.protocol {
+        None if mooncake => {
+            problems.note(refuse(
+                "transport.protocol",
+                "Mooncake would choose a protocol by itself",
+                "name it: rdma, nvlink, nvlink_intra or tcp",
+            ));
+        }
+        Some(_) if !mooncake => {
+            problems.note(refuse(
+                "transport.protocol, transport.backend",
+                "the backend moves bytes by itself and takes no protocol",
+                "leave transport.protocol out, or choose a mooncake backend",
+            ));
+        }
+        Some(Protocol::Tcp) if transport.backend == Backend::MooncakeGpuDirect => {
+            problems.note(refuse(
+                "transport.protocol, transport.backend",
+                "device memory cannot be read over sockets",
+                "choose rdma, nvlink or nvlink_intra",
+            ));
+        }
+        _ => {}
+    }
+    if nvlink && transport.gpu_put == Some(false) {
+        problems.note(refuse(
+            "transport.gpu_put (SGLANG_SPEC_CAPTURE_GPU_PUT=0), transport.protocol",
+            "it conflicts with nvlink, which always publishes from device memory",
+            "unset SGLANG_SPEC_CAPTURE_GPU_PUT",
+        ));
+    }
+    if transport.gpu_put == Some(true)
+        && !matches!(transport.protocol, Some(Protocol::Rdma))
+        && !nvlink
+    {
+        problems.note(refuse(
+            "transport.gpu_put (SGLANG_SPEC_CAPTURE_GPU_PUT=1), transport.protocol",
+            "publishing from device memory requires MOONCAKE_PROTOCOL=rdma",
+            "choose rdma, or unset SGLANG_SPEC_CAPTURE_GPU_PUT",
+        ));
+    }
+    let arena = !(mooncake && transport.backend == Backend::Mooncake && !nvlink);
+    if arena && transport.arena.is_none() {
+        problems.note(refuse(
+            "transport.arena",
+            "the size of the servers' arenas is not given, and memory is never taken by a guess",
+            "set transport.arena or SGLANG_SPEC_CAPTURE_ARENA_BYTES, such as 32GiB",
+        ));
+    }
+    if nvlink && transport.receive_buffers != Some(Buffers::Cuda) {
+        problems.note(refuse(
+            "transport.receive_buffers, transport.protocol",
+            "nvlink cannot write into host memory",
+            "set receive_buffers=cuda: transport.receive_buffers = \"cuda\"",
+        ));
+    }
+    if transport.protocol == Some(Protocol::Nvlink) && !transport.force_mnnvl {
+        problems.note(refuse(
+            "transport.force_mnnvl (MC_FORCE_MNNVL)",
+            "on hosts with RDMA devices Mooncake would choose those instead of NVLink",
+            "set MC_FORCE_MNNVL=1, or transport.force_mnnvl = true",
+        ));
+    }
+    if transport.protocol == Some(Protocol::Rdma) && transport.force_mnnvl {
+        problems.note(refuse(
+            "transport.force_mnnvl, transport.protocol",
+            "MC_FORCE_MNNVL would replace rdma by NVLink",
+            "unset MC_FORCE_MNNVL, or choose nvlink",
+        ));
+    }
+    if transport.backend == Backend::Mooncake && !nvlink && config.mooncake.master.is_none() {
+        problems.note(refuse(
+            "mooncake.master (MOONCAKE_MASTER_SERVER_ADDR)",
+            "the store has no master",
+            "give the address of mooncake_master",
+        ));
+    }
+
+    let (producer, trainer) = (&config.producer, &config.trainer);
+    let bytes = |size: Option<super::Size>| size.map(|size| size.0.get());
+    let mut marks =
+        Watermarks::new(producer.high_watermark, producer.low_watermark, trainer.quantum());
+    marks.high_bytes = bytes(producer.high_watermark_bytes);
+    marks.low_bytes = bytes(producer.low_watermark_bytes);
+    problems.note(marks.check());
+    match (bytes(producer.max_resident_bytes), marks.high_bytes) {
+        (Some(cap), Some(high)) if cap < high => {
+            problems.note(refuse(
+                "producer.max_resident_bytes, producer.high_watermark_bytes",
+                "the hard cap is under the high mark, so the run would fail instead of pausing",
+                "raise the cap or lower the mark",
+            ));
+        }
+        _ => {}
+    }
+    if producer.lease == 0 || producer.concurrency == 0 {
+        problems.note(refuse(
+            "producer.lease, producer.concurrency",
+            "nothing would ever be sent",
+            "give at least 1",
+        ));
+    }
+    if config.server.is_empty() {
+        problems.note(refuse("server", "there is no capture server", "add a [[server]] table"));
+    }
+    let mut ports = HashSet::new();
+    for server in &config.server {
+        for port in [server.port, server.control_port] {
+            if port != 0 && !ports.insert((&server.host, port)) {
+                problems.note(
+                    refuse(
+                        "server.port, server.control_port",
+                        "a port is used twice on a host",
+                        "give each its own",
+                    )
+                    .map_err(|e| e.with("host", &server.host).with("port", port)),
+                );
+            }
+        }
+        problems.note(transport_core::check_host(&server.host).map_err(|why| {
+            Error::new(ErrorKind::ConfigInvalid, "check configuration", why)
+                .with("settings", "server.host")
+                .with("found", format_args!("{:?}", server.host))
+        }));
+    }
+    if sources.get("transport.arena").is_some_and(|s| s.contains("NVLINK_ARENA_BYTES")) {
+        notes.push(
+            "SGLANG_SPEC_CAPTURE_NVLINK_ARENA_BYTES is the older name of \
+             SGLANG_SPEC_CAPTURE_ARENA_BYTES"
+                .into(),
+        );
+    }
+    let ours = matches!(transport.backend, Backend::Shm | Backend::Tcp);
+    for server in config.server.iter().filter(|server| ours && is_reachable(&server.host)) {
+        if !server.env.contains_key("FEATURESTORE_TOKEN") {
+            notes.push(format!(
+                "server.host {} is not loopback: its capture server wants FEATURESTORE_TOKEN, and \
+                 so do its trainers",
+                server.host
+            ));
+        }
+    }
+    if marks.high_samples < 6 * marks.quantum {
+        notes.push(format!(
+            "producer.high_watermark is under 6 times the quantum of {}: the producer will pause \
+             often",
+            marks.quantum
+        ));
+    }
+    if transport.backend == Backend::Mooncake && config.mooncake.lease_ttl_ms < 10_000 {
+        notes.push("mooncake.lease_ttl_ms under 10000 expires under several ranks".into());
+    }
+    if let (Some(arena), Ok(layout)) =
+        (transport.arena, Layout::new(run.strategy, run.hidden, run.layers.clone()))
+    {
+        let arenas = arena.0.get().saturating_mul(config.server.len() as u64);
+        let window = layout.bytes(run.max_length).saturating_mul(marks.quantum);
+        if window > arenas {
+            notes.push(format!(
+                "one optimizer step of longest prompts takes {window} bytes, and all arenas \
+                 together have {arenas}"
+            ));
+        }
+    }
+    problems.settle("check configuration")?;
+    Ok(notes)
+}
+
+/// Whether other hosts may reach what listens at `host`.
+fn is_reachable(host: &str) -> bool {
+    host.parse().is_ok_and(|ip: IpAddr| !ip.to_canonical().is_loopback())
+}

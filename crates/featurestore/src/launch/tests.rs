@@ -1,0 +1,195 @@
+use super::*;
+
+const GOOD: &str = r#"
+[run]
+id = "run0"
+strategy = "dspark"
+hidden = 5120
+layers = [5, 19, 33, 47, 61]
+max_length = 8192
+model = "some/model"
+control_dir = "control"
+
+[transport]
+backend = "mooncake_gpu_direct"
+protocol = "nvlink"
+arena = "32GiB"
+receive_buffers = "cuda"
+force_mnnvl = true
+
+[[server]]
+host = "10.0.0.2"
+port = 30000
+control_port = 30001
+gpus = [0, 1, 2, 3]
+
+[[server]]
+host = "10.0.0.2"
+port = 31000
+gpus = [4, 5, 6, 7]
+
+[producer]
+command = ["python", "train.py", "--role", "producer's own"]
+
+[trainer]
+ranks = 2
+batch = 4
+accumulation = 2
+"#;
+
+fn none(_: &str) -> Option<String> {
+    None
+}
+
+fn load(text: &str) -> Result<Loaded> {
+    Loaded::text(text, none)
+}
+
+#[test]
+fn every_role_gets_its_command_and_environment() {
+    let plan = load(GOOD).unwrap().plan();
+    let names: Vec<_> = plan.roles.iter().map(|role| &*role.name).collect();
+    assert_eq!(names, ["server-0", "server-1", "producer", "trainer-0", "trainer-1"]);
+    let server = &plan.roles[0];
+    let line = server.argv.join(" ");
+    for part in [
+        "--tp-size 4",
+        "--chunked-prefill-size -1",
+        "--context-length 8199",
+        "--spec-capture-method dspark --spec-capture-aux-layer-ids 5 19 33 47 61",
+    ] {
+        assert!(line.contains(part), "{line}");
+    }
+    assert_eq!(server.env["SGLANG_SPEC_CAPTURE_ARENA_BYTES"], (32_u64 << 30).to_string());
+    assert_eq!(server.env["MOONCAKE_PROTOCOL"], "nvlink");
+    assert_eq!(server.env["MC_FORCE_MNNVL"], "1");
+    assert_eq!(server.env["SGLANG_SPEC_CAPTURE_CONTROL_PORT"], "30001");
+    assert_eq!(plan.roles[2].env["CUDA_VISIBLE_DEVICES"], "", "the producer has no device");
+    assert_eq!(plan.roles[4].env["RANK"], "1");
+    let shell = plan.render(Format::Shell);
+    assert!(shell.contains("'producer'\\''s own'"), "{shell}");
+    let json: serde_json::Value = serde_json::from_str(&plan.render(Format::Json)).unwrap();
+    assert_eq!(json["roles"][0]["phase"], 1);
+    assert!(plan.render(Format::Text).contains("server-1 on 10.0.0.2"));
+}
+
+#[test]
+fn contradictions_are_refused_with_the_reason_and_all_at_once() {
+    for (from, to, part) in [
+        ("arena = \"32GiB\"\n", "", "SGLANG_SPEC_CAPTURE_ARENA_BYTES"),
+        ("receive_buffers = \"cuda\"", "receive_buffers = \"pinned\"", "receive_buffers=cuda"),
+        ("receive_buffers = \"cuda\"\n", "", "receive_buffers=cuda"),
+        ("force_mnnvl = true", "gpu_put = false\nforce_mnnvl = true", "conflicts"),
+        ("force_mnnvl = true", "", "MC_FORCE_MNNVL"),
+        ("\"nvlink\"", "\"tcp\"", "sockets"),
+        ("\"nvlink\"", "\"rdma\"", "MC_FORCE_MNNVL would replace rdma"),
+        ("protocol = \"nvlink\"\n", "", "name it"),
+        ("\"mooncake_gpu_direct\"", "\"shm\"", "takes no protocol"),
+        ("accumulation = 2", "accumulation = 2000", "under one optimizer quantum"),
+        ("layers = [5, 19, 33, 47, 61]", "layers = []", "number of layers"),
+        ("port = 31000", "port = 30001", "used twice"),
+        (
+            "[trainer]",
+            "high_watermark_bytes = \"2GiB\"\nmax_resident_bytes = \"1GiB\"\n[trainer]",
+            "hard cap",
+        ),
+        ("\"nvlink\"", "\"nvlnk\"", "did you mean nvlink"),
+        ("batch = 4", "bacth = 4", "did you mean batch"),
+        ("arena = \"32GiB\"", "arena = \"-5\"", "arena"),
+        ("arena = \"32GiB\"", "arena = 0", "zero"),
+        ("host = \"10.0.0.2\"\nport = 31000", "host = \"\"\nport = 31000", "server.host"),
+    ] {
+        assert!(GOOD.contains(from), "{from}");
+        let error = load(&GOOD.replacen(from, to, 1)).unwrap_err();
+        assert!(error.to_string().contains(part), "{part}: {error}");
+        assert_eq!(error.kind(), ErrorKind::ConfigInvalid, "{error}");
+    }
+    let both = GOOD.replacen("arena = \"32GiB\"\n", "", 1).replacen("force_mnnvl = true", "", 1);
+    let error = load(&both).unwrap_err().to_string();
+    assert!(error.contains("2 problems") && error.contains("MC_FORCE_MNNVL"), "{error}");
+}
+
+#[test]
+fn protocols_are_forgiving_in_form_only() {
+    for text in ["NVLINK", " nvlink ", "Nvlink"] {
+        let loaded = load(&GOOD.replacen("\"nvlink\"", &format!("{text:?}"), 1)).unwrap();
+        assert_eq!(loaded.config.transport.protocol, Some(Protocol::Nvlink));
+    }
+    assert_eq!("nvlink-intra".parse::<Protocol>().unwrap(), Protocol::NvlinkIntra);
+    assert_eq!("NVLINK_INTRA".parse::<Protocol>().unwrap(), Protocol::NvlinkIntra);
+    for text in ["", "rmda", "ib"] {
+        let error = text.parse::<Protocol>().unwrap_err().to_string();
+        assert!(error.contains("rdma, nvlink, nvlink_intra, tcp"), "{error}");
+    }
+}
+
+#[test]
+fn the_environment_beats_the_file_and_every_source_is_told() {
+    let environment = |name: &str| match name {
+        "SGLANG_SPEC_CAPTURE_ARENA_BYTES" => Some("17179869184".to_owned()),
+        "DISAGG_IN_FLIGHT_HIGH_WATERMARK" => Some("512".to_owned()),
+        "DISAGG_ASYNC_ACK" => Some("0".to_owned()),
+        "MOONCAKE_RDMA_DEVICES" => Some(String::new()), // empty is not set
+        _ => None,
+    };
+    let loaded = Loaded::text(GOOD, environment).unwrap();
+    assert_eq!(loaded.config.transport.arena.unwrap().0.get(), 16 << 30);
+    assert!(!loaded.config.trainer.async_ack);
+    let explained = loaded.explain();
+    let source = |path: &str| {
+        let line = explained.iter().find(|(p, ..)| p == path);
+        line.unwrap_or_else(|| panic!("{path} in {explained:?}")).2.clone()
+    };
+    assert_eq!(source("transport.arena"), "environment SGLANG_SPEC_CAPTURE_ARENA_BYTES");
+    assert_eq!(source("producer.high_watermark"), "environment DISAGG_IN_FLIGHT_HIGH_WATERMARK");
+    assert_eq!(source("trainer.batch"), "file");
+    assert_eq!(source("server[1].port"), "file");
+    assert_eq!(source("producer.low_watermark"), "default");
+    for (name, value, part) in [
+        ("DISAGG_ASYNC_ACK", "maybe", "neither true nor false"),
+        ("LOADER_PREFETCH", "-1", "not a number"),
+        ("MOONCAKE_PROTOCOL", "rmda", "did you mean rdma"),
+        ("SGLANG_SPEC_CAPTURE_GPU_PUT", "0", "conflicts"),
+    ] {
+        let variable = |n: &str| (n == name).then(|| value.to_owned());
+        let error = Loaded::text(GOOD, variable).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    let both = |name: &str| name.ends_with("ARENA_BYTES").then(|| "1GiB".to_owned());
+    assert!(Loaded::text(GOOD, both).unwrap_err().to_string().contains("set twice"));
+}
+
+#[test]
+fn what_will_be_regretted_is_noted() {
+    let small = GOOD.replacen("arena = \"32GiB\"", "arena = \"1GiB\"", 1);
+    let small =
+        small.replacen("[trainer]", "high_watermark = 32\nlow_watermark = 16\n[trainer]", 1);
+    let notes = load(&small).unwrap().notes.join("; ");
+    assert!(notes.contains("all arenas") && notes.contains("6 times"), "{notes}");
+    assert!(load(GOOD).unwrap().notes.is_empty());
+}
+
+#[test]
+fn the_other_backends_plan_too_and_the_schema_knows_every_section() {
+    let shm = GOOD
+        .replacen("mooncake_gpu_direct", "shm", 1)
+        .replacen("protocol = \"nvlink\"\n", "", 1)
+        .replacen("force_mnnvl = true\n", "", 1);
+    let loaded = load(&shm).unwrap();
+    assert!(loaded.notes.iter().any(|note| note.contains("FEATURESTORE_TOKEN")), "{loaded:?}");
+    assert!(load(&shm.replace("10.0.0.2", "127.0.0.1")).unwrap().notes.is_empty());
+    let plan = loaded.plan();
+    assert_eq!(&plan.roles[0].argv[..2], ["featurestore", "capture-server"]);
+    let store = GOOD
+        .replacen("mooncake_gpu_direct", "mooncake", 1)
+        .replacen("\"nvlink\"", "\"rdma\"", 1)
+        .replacen("force_mnnvl = true\n", "", 1);
+    assert!(load(&store).unwrap_err().to_string().contains("no master"));
+    let plan = load(&format!("{store}\n[mooncake]\nmaster = \"10.0.0.1:50051\"\n")).unwrap().plan();
+    assert_eq!(plan.roles[0].name, "mooncake-master");
+    assert_eq!(plan.roles[1].env["MC_FORCE_HCA"], "1");
+    let schema = RunConfig::schema();
+    for section in ["run", "transport", "server", "producer", "trainer", "mooncake"] {
+        assert!(schema["properties"][section].is_object(), "{section}: {schema}");
+    }
+}

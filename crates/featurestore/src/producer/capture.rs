@@ -1,0 +1,376 @@
+//! One capture request: prompts in, adopted samples or reasons out.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use control_proto::capture::{
+    CaptureOutcome, CaptureRequest, Form, HOLDER_HEADER, Limits, Prompt, parse_response,
+};
+use parking_lot::Mutex;
+use tokio::task::spawn_blocking;
+use transport_core::{
+    ArenaLocation, ClientId, Descriptor, Dtype, Error, ErrorKind, FeatureDescriptor, FeatureName,
+    Generation, Location, Release, Result, SampleKey, SessionName, StoreId, TensorMeta, Transport,
+};
+
+use super::prompts::Task;
+use crate::{
+    layout::{Layout, Strategy},
+    lifecycle::{Reclaim, Samples},
+};
+
+/// How prompts are sent to capture servers.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct CaptureOptions {
+    /// Store that the samples belong to.
+    pub store: StoreId,
+    /// What samples look like.
+    pub layout: Layout,
+    /// Where the request says what to capture.
+    pub form: Form,
+    /// Longest time of one request. Default: 300 seconds.
+    pub timeout: Duration,
+    /// Client for whom samples are held from their birth on.
+    pub holder: Option<ClientId>,
+}
+
+impl CaptureOptions {
+    /// The documented request in its patch form.
+    pub fn new(store: StoreId, layout: Layout) -> Self {
+        let timeout = Duration::from_secs(300);
+        Self { store, layout, form: Form::Patch, timeout, holder: None }
+    }
+}
+
+/// Sends capture requests. Moves no tensor payload: it needs neither a device nor an engine.
+#[derive(Debug)]
+pub struct CaptureClient {
+    http: reqwest::Client,
+    options: CaptureOptions,
+    samples: Arc<Samples>,
+    endpoints: Arc<Endpoints>,
+}
+
+/// What became of one prompt of a request.
+pub(super) type Captured = (Task, Result<Arc<Descriptor>>);
+
+/// What became of a request.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) prompts: Vec<Captured>,
+    /// Whether the server did its part, whatever became of single prompts.
+    pub(super) served: bool,
+}
+
+impl CaptureClient {
+    /// Adopts what is captured into `samples`.
+    pub fn new(options: CaptureOptions, samples: Arc<Samples>, endpoints: Arc<Endpoints>) -> Self {
+        Self { http: reqwest::Client::new(), options, samples, endpoints }
+    }
+
+    pub(super) fn key(&self, task: &Task) -> SampleKey {
+        // Always generation 1: an attempt that replaces the one before strands nothing under g1.
+        SampleKey::new(self.options.store.clone(), task.sample_id.clone(), Generation(1))
+    }
+
+    /// Whether the server at `url` is the one that holds `descriptor`, as far as is known.
+    pub(super) fn is_at(&self, url: &str, descriptor: &Descriptor) -> bool {
+        self.endpoints.is_at(url, descriptor)
+    }
+
+    pub(super) fn layout(&self) -> &Layout {
+        &self.options.layout
+    }
+
+    /// Largest free range of a server's arena, if it tells.
+    pub(super) async fn largest_free(&self, url: &str) -> Option<u64> {
+        let url = format!("{}/health", url.trim_end_matches('/'));
+        let answer = self.http.get(url).timeout(Duration::from_secs(2)).send().await.ok()?;
+        let body = bounded_body(answer, 1 << 20).await.ok()?;
+        let health: transport_core::Health = serde_json::from_slice(&body).ok()?;
+        (health.arena_bytes > 0).then_some(health.arena_largest_free)
+    }
+
+    /// Captures prompts on the server at `url` and adopts the samples: all rows are checked before
+    /// any is adopted.
+    pub(super) async fn capture(&self, url: &str, tasks: Vec<Task>) -> Answer {
+        let mut prompts = Vec::with_capacity(tasks.len());
+        let (mut sent, mut answers) = (Vec::new(), Vec::new());
+        for task in tasks {
+            match self.options.layout.request(self.key(&task), &task.input_ids, &task.loss_mask) {
+                Ok(mut sample) => {
+                    sample.replace = task.attempt > 0; // a lost answer may have left objects
+                    let extra_key = Some(ClientId::random().to_string()); // fresh each attempt
+                    let input_ids = task.input_ids.clone();
+                    prompts.push(Prompt { input_ids, extra_key, sample });
+                    sent.push(task);
+                }
+                Err(error) => answers.push((task, Err(error))),
+            }
+        }
+        if sent.is_empty() {
+            return Answer { prompts: answers, served: true };
+        }
+        let keys: Vec<SampleKey> = sent.iter().map(|task| self.key(task)).collect();
+        self.samples.track(url, &keys);
+        let served = match self.exchange(url, prompts, &keys).await {
+            Ok(outcomes) => {
+                answers.extend(self.settle(url, sent, outcomes).await);
+                true
+            }
+            Err(error) => {
+                let again = |error: &Error| {
+                    let kind = error.kind();
+                    let copy = Error::new(kind, "capture", error.to_string());
+                    if error.is_temporary() {
+                        copy.status(transport_core::ErrorStatus::Temporary)
+                    } else {
+                        copy
+                    }
+                };
+                let busy = error.kind() == ErrorKind::Busy;
+                answers.extend(sent.into_iter().map(|task| (task, Err(again(&error)))));
+                busy // a server that puts requests off lives
+            }
+        };
+        Answer { prompts: answers, served }
+    }
+
+    async fn exchange(
+        &self,
+        url: &str,
+        prompts: Vec<Prompt>,
+        keys: &[SampleKey],
+    ) -> Result<Vec<CaptureOutcome>> {
+        let mut body = Vec::new();
+        CaptureRequest::new(self.options.form, prompts).write(&mut body)?;
+        let failed = |e: reqwest::Error| {
+            let kind = if e.is_timeout() { ErrorKind::Timeout } else { ErrorKind::PeerGone };
+            Error::new(kind, "capture", "the server did not answer").with("server", url).source(e)
+        };
+        let mut request = self
+            .http
+            .post(format!("{url}/generate"))
+            .timeout(self.options.timeout)
+            .header("content-type", "application/json");
+        if let Some(holder) = &self.options.holder {
+            request = request.header(HOLDER_HEADER, holder.as_str());
+        }
+        let answer = request.body(body).send().await.map_err(failed)?;
+        let status = answer.status();
+        let limits = Limits::default();
+        let body = bounded_body(answer, limits.body_bytes).await?;
+        if !status.is_success() {
+            let kind = match status.as_u16() {
+                429 | 503 => ErrorKind::Busy,
+                500.. => ErrorKind::PeerGone,
+                _ => ErrorKind::InvalidInput,
+            };
+            let text = String::from_utf8_lossy(&body[..body.len().min(500)]).into_owned();
+            return Err(Error::new(kind, "capture", text)
+                .with("server", url)
+                .with("status", status.as_u16()));
+        }
+        // A row for another sample, store or generation fails the whole answer: nothing in it can
+        // be trusted. What it may have left is provisional still, and is reclaimed.
+        let rows = parse_response(&body, keys, &limits).map_err(|error| {
+            error.with("server", url).status(transport_core::ErrorStatus::Temporary)
+        })?;
+        Ok(rows.into_iter().map(|row| row.outcome).collect())
+    }
+
+    /// Adopts the good rows together, and frees the bad ones on the server that has them.
+    async fn settle(
+        &self,
+        url: &str,
+        tasks: Vec<Task>,
+        outcomes: Vec<CaptureOutcome>,
+    ) -> Vec<Captured> {
+        let (mut answers, mut good, mut bad) = (Vec::new(), Vec::new(), Vec::new());
+        for (task, outcome) in tasks.into_iter().zip(outcomes) {
+            match outcome {
+                CaptureOutcome::Captured(descriptor) => {
+                    self.endpoints.learn(url, &descriptor);
+                    let tokens = task.tokens();
+                    let checked = self.options.layout.check(&descriptor).and_then(|found| {
+                        if found == tokens { Ok(()) } else { Err(wrong_length(tokens, found)) }
+                    });
+                    let descriptor = Arc::new(descriptor);
+                    match checked {
+                        Ok(()) => good.push((task, descriptor)),
+                        Err(error) => {
+                            bad.push(descriptor);
+                            answers.push((task, Err(error.with("server", url))));
+                        }
+                    }
+                }
+                CaptureOutcome::Failed { error, retryable, .. } => {
+                    // The server's own word that it holds nothing of it.
+                    let key = self.key(&task);
+                    self.samples.untrack(url, &key);
+                    let kind = if retryable { ErrorKind::Busy } else { ErrorKind::InvalidInput };
+                    let error = Error::new(kind, "capture", error).with("server", url);
+                    answers.push((task, Err(error)));
+                }
+            }
+        }
+        let descriptors: Vec<_> = good.iter().map(|(_, descriptor)| descriptor.clone()).collect();
+        match self.samples.adopt(&descriptors).await {
+            Ok(_) => {
+                // Only here: an earlier attempt on another server may have left the same sample.
+                // Two addresses of one server are one place: a free there would free this one.
+                for descriptor in &descriptors {
+                    let key = &descriptor.sample;
+                    self.samples.untrack(url, key);
+                    for place in self.samples.places(key) {
+                        if self.endpoints.is_at(&place, descriptor) {
+                            self.samples.untrack(&place, key);
+                        }
+                    }
+                }
+                answers.extend(good.into_iter().map(|(task, d)| (task, Ok(d))));
+            }
+            Err(error) => {
+                let text = error.to_string();
+                let kind = error.kind();
+                let permanent = transport_core::ErrorStatus::Permanent;
+                let refused = || Error::new(kind, "capture", text.clone()).status(permanent);
+                answers.extend(good.into_iter().map(|(task, _)| (task, Err(refused()))));
+            }
+        }
+        for descriptor in &bad {
+            self.samples.untrack(url, &descriptor.sample);
+        }
+        if !bad.is_empty() {
+            self.samples.settle(&bad).await;
+        }
+        answers
+    }
+}
+
+fn wrong_length(expected: u64, found: u64) -> Error {
+    Error::new(ErrorKind::Corrupt, "check sample", "a tensor has another length than the prompt")
+        .with("expected", expected)
+        .with("found", found)
+}
+
+/// The body, which ends at `most` bytes at the latest.
+async fn bounded_body(mut answer: reqwest::Response, most: usize) -> Result<Vec<u8>> {
+    let mut body = Vec::new();
+    loop {
+        match answer.chunk().await {
+            Ok(Some(part)) if body.len() + part.len() <= most => body.extend_from_slice(&part),
+            Ok(Some(_)) => {
+                return Err(Error::new(ErrorKind::Protocol, "capture", "the answer is too long")
+                    .with("max_bytes", most));
+            }
+            Ok(None) => return Ok(body),
+            Err(e) => {
+                return Err(
+                    Error::new(ErrorKind::PeerGone, "capture", "the answer broke off").source(e)
+                );
+            }
+        }
+    }
+}
+
+/// Where each server takes frees, learnt from what it has captured, or told.
+#[derive(Debug)]
+pub struct Endpoints {
+    transport: Arc<dyn Transport>,
+    strategy: Strategy,
+    known: Mutex<HashMap<String, Vec<Location>>>,
+}
+
+impl Endpoints {
+    /// Frees go through `transport`.
+    pub fn new(transport: Arc<dyn Transport>, strategy: Strategy) -> Self {
+        Self { transport, strategy, known: Mutex::default() }
+    }
+
+    /// Tells where the arena of the server at `url` takes frees, before it has captured anything.
+    pub fn tell(&self, url: &str, control: SessionName) {
+        let arena = ArenaLocation::new(control.clone(), control, None);
+        self.add(url, Location::Arena(arena));
+    }
+
+    pub(super) fn learn(&self, url: &str, descriptor: &Descriptor) {
+        let mut location = descriptor.location.clone();
+        if let Location::Arena(arena) = &mut location {
+            arena.holder = None;
+        }
+        self.add(url, location);
+    }
+
+    fn add(&self, url: &str, location: Location) {
+        let mut known = self.known.lock();
+        let places = known.entry(url.trim_end_matches('/').to_owned()).or_default();
+        places.retain(|known| !same_control(known, &location)); // the newest life is what answers
+        places.push(location);
+    }
+
+    /// Whether the server at `url` takes frees where `descriptor` is freed.
+    fn is_at(&self, url: &str, descriptor: &Descriptor) -> bool {
+        self.places(url).iter().any(|place| same_control(place, &descriptor.location))
+    }
+
+    /// Locations at which a sample may be freed without knowing where it lies.
+    fn places(&self, url: &str) -> Vec<Location> {
+        self.known.lock().get(url.trim_end_matches('/')).cloned().unwrap_or_default()
+    }
+}
+
+fn same_control(a: &Location, b: &Location) -> bool {
+    match (a, b) {
+        (Location::Arena(a), Location::Arena(b)) => a.control == b.control,
+        (Location::Token(a), Location::Token(b)) => a.control == b.control,
+        (a, b) => a == b,
+    }
+}
+
+#[async_trait]
+impl Reclaim for Endpoints {
+    async fn reclaim(&self, place: &str, sample: &SampleKey) -> Result<()> {
+        let locations = self.places(place);
+        if locations.is_empty() {
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                "reclaim",
+                "it is not known where the server takes frees",
+            )
+            .with("server", place)
+            .remedy("tell the producer the server's control address"));
+        }
+        let mut names = vec![self.strategy.aux()];
+        names.extend(self.strategy.last_hidden());
+        names.extend(self.strategy.passthrough());
+        for location in locations {
+            // Tensors without bytes need no address, and a free names only keys.
+            let empty = TensorMeta::new(Dtype::Uint8, [0])?;
+            let features = names
+                .iter()
+                .map(|name| {
+                    let feature = FeatureDescriptor::new(empty.clone(), None, None);
+                    Ok((FeatureName::new(name)?, feature))
+                })
+                .collect::<Result<_>>()?;
+            let descriptor = Descriptor::new(sample.clone(), features, None, location)?;
+            match self.transport.release(vec![Release::from(Arc::new(descriptor))]).await {
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::Stale => {} // gone with that life
+                Err(error) => return Err(error.with("server", place)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Runs `work` where it may block.
+pub(super) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T> {
+    spawn_blocking(work).await.map_err(|e| {
+        Error::new(ErrorKind::Unexpected, "produce", "a worker thread panicked").source(e)
+    })
+}

@@ -1,0 +1,188 @@
+//! Prompts that wait to be captured.
+
+use std::collections::VecDeque;
+
+use transport_core::{Error, ErrorKind, Result, SampleId};
+
+/// One prompt to capture.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Task {
+    /// The sample that it becomes.
+    pub sample_id: SampleId,
+    /// Token ids.
+    pub input_ids: Vec<i64>,
+    /// 1 where a token is trained on, 0 elsewhere.
+    pub loss_mask: Vec<i64>,
+    /// Place in the order of publication.
+    pub(super) order: u64,
+    /// Attempts that failed.
+    pub(super) attempt: u32,
+}
+
+impl Task {
+    /// A prompt that was not tried yet.
+    pub fn new(sample_id: SampleId, input_ids: Vec<i64>, loss_mask: Vec<i64>) -> Self {
+        Self { sample_id, input_ids, loss_mask, order: 0, attempt: 0 }
+    }
+
+    pub(super) fn tokens(&self) -> u64 {
+        self.input_ids.len() as u64
+    }
+}
+
+/// Which prompts go into one request together.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    serde::Serialize,
+    serde::Deserialize,
+    schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Batching {
+    /// Neighbours, as they come.
+    #[default]
+    Shuffle,
+    /// Those of similar length, so that little is computed for padding.
+    LengthBucketed,
+}
+
+/// Prompts that wait, and how often each has failed.
+#[derive(Debug)]
+pub(super) struct Pool {
+    waiting: VecDeque<Task>,
+    batching: Batching,
+    attempts: u32,
+    pub(super) retries: u64,
+}
+
+impl Pool {
+    pub(super) fn new(batching: Batching, attempts: u32) -> Self {
+        Self { waiting: VecDeque::new(), batching, attempts: attempts.max(1), retries: 0 }
+    }
+
+    pub(super) fn add(&mut self, task: Task) {
+        self.waiting.push_back(task);
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Bytes that the next lease needs at most.
+    pub(super) fn next_tokens(&self, most: usize) -> u64 {
+        self.waiting.iter().take(most).map(Task::tokens).sum()
+    }
+
+    /// Takes up to `most` prompts for one request. The oldest is always among them, so that none
+    /// waits for ever.
+    pub(super) fn lease(&mut self, most: usize) -> Vec<Task> {
+        let Some(oldest) = self.waiting.pop_front() else { return Vec::new() };
+        let mut lease = vec![oldest];
+        match self.batching {
+            Batching::Shuffle => {
+                let more = most.saturating_sub(1).min(self.waiting.len());
+                lease.extend(self.waiting.drain(..more));
+            }
+            Batching::LengthBucketed => {
+                // Of what waits, those nearest in length to the oldest.
+                let tokens = lease[0].tokens();
+                let mut near: Vec<(u64, usize)> = self
+                    .waiting
+                    .iter()
+                    .enumerate()
+                    .map(|(at, task)| (task.tokens().abs_diff(tokens), at))
+                    .collect();
+                near.sort_unstable();
+                near.truncate(most.saturating_sub(1));
+                let mut at: Vec<usize> = near.into_iter().map(|(_, at)| at).collect();
+                at.sort_unstable_by(|a, b| b.cmp(a));
+                let taken = at.into_iter().filter_map(|at| self.waiting.remove(at));
+                lease.extend(taken.collect::<Vec<_>>().into_iter().rev());
+            }
+        }
+        lease
+    }
+
+    /// Takes the prompt with that place in the order, if it waits.
+    pub(super) fn take(&mut self, order: u64) -> Option<Task> {
+        let at = self.waiting.iter().position(|task| task.order == order)?;
+        self.waiting.remove(at)
+    }
+
+    /// Takes a prompt back whose attempt failed: to the end of the queue, until it has had all its
+    /// attempts.
+    pub(super) fn failed(&mut self, mut task: Task, error: &Error) -> Result<()> {
+        task.attempt += 1;
+        if !error.is_temporary() || task.attempt >= self.attempts {
+            return Err(Error::new(
+                ErrorKind::InvalidInput,
+                "capture",
+                "a prompt cannot be captured",
+            )
+            .with("sample_id", &task.sample_id)
+            .with("attempts", task.attempt)
+            .with("reason", error)
+            .remedy("look at the prompt and at the servers' logs, then run again"));
+        }
+        self.retries += 1;
+        self.waiting.push_back(task);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(batching: Batching, lengths: &[usize]) -> Pool {
+        let mut pool = Pool::new(batching, 3);
+        for (i, &length) in lengths.iter().enumerate() {
+            let id = SampleId::new(format!("t{i}")).unwrap();
+            pool.add(Task::new(id, vec![0; length], vec![1; length]));
+        }
+        pool
+    }
+
+    fn lengths(lease: &[Task]) -> Vec<u64> {
+        lease.iter().map(Task::tokens).collect()
+    }
+
+    #[test]
+    fn buckets_hold_similar_lengths_and_always_the_oldest() {
+        let given = [100, 5, 99, 7, 101, 6];
+        let mut pool = pool(Batching::LengthBucketed, &given);
+        assert_eq!(lengths(&pool.lease(3)), [100, 99, 101]);
+        assert_eq!(lengths(&pool.lease(2)), [5, 6]);
+        assert_eq!(lengths(&pool.lease(9)), [7]);
+        assert!(pool.lease(9).is_empty());
+        let mut pool = self::pool(Batching::Shuffle, &given);
+        assert_eq!(lengths(&pool.lease(4)), [100, 5, 99, 7]);
+    }
+
+    #[test]
+    fn a_poisoned_prompt_is_given_up_and_goes_to_the_end_before() {
+        let mut pool = pool(Batching::Shuffle, &[1, 2]);
+        let busy = || Error::new(ErrorKind::Busy, "capture", "full");
+        for _ in 0..2 {
+            let task = pool.lease(1).remove(0);
+            assert_eq!(task.tokens(), 1);
+            pool.failed(task, &busy()).unwrap();
+            let other = pool.lease(1).remove(0);
+            assert_eq!(other.tokens(), 2, "it does not hold up others");
+            pool.add(other);
+        }
+        let task = pool.lease(1).remove(0);
+        let error = pool.failed(task, &busy()).unwrap_err();
+        assert_eq!(error.context("attempts"), Some("3"), "{error}");
+        let task = pool.lease(1).remove(0);
+        let refused = Error::new(ErrorKind::Corrupt, "check", "other layers");
+        assert!(pool.failed(task, &refused).is_err(), "another attempt does not mend it");
+        assert_eq!(pool.retries, 2);
+    }
+}

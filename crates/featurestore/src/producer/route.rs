@@ -1,0 +1,193 @@
+//! Which server gets the next request.
+
+use transport_core::{Error, ErrorKind, Result};
+
+/// How requests are spread over servers.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    serde::Serialize,
+    serde::Deserialize,
+    schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Routing {
+    /// The first server with a free slot.
+    #[default]
+    Shared,
+    /// The server with the fewest tokens under way.
+    LeastTokens,
+}
+
+/// One server, as the producer sees it.
+#[derive(Debug)]
+struct Server {
+    url: String,
+    calls: usize,
+    tokens: u64,
+    failures: u32, // in a row
+    dropped: bool,
+}
+
+/// Spreads requests and drops servers that keep failing.
+#[derive(Debug)]
+pub(super) struct Router {
+    servers: Vec<Server>,
+    routing: Routing,
+    calls: usize,
+    failures: u32,
+    next: usize,
+}
+
+impl Router {
+    /// Servers with at most `calls` requests each; one is dropped after `failures` in a row.
+    pub(super) fn new(urls: &[String], routing: Routing, calls: usize, failures: u32) -> Self {
+        let server = |url: &String| Server {
+            url: url.trim_end_matches('/').to_owned(),
+            calls: 0,
+            tokens: 0,
+            failures: 0,
+            dropped: false,
+        };
+        Self {
+            servers: urls.iter().map(server).collect(),
+            routing,
+            calls: calls.max(1),
+            failures: failures.max(1),
+            next: 0,
+        }
+    }
+
+    /// A server for a request; none while all are busy.
+    pub(super) fn pick(&mut self) -> Option<usize> {
+        let count = self.servers.len();
+        let free = |at: &usize| {
+            let server = &self.servers[*at];
+            !server.dropped && server.calls < self.calls
+        };
+        let from_next = (0..count).map(|i| (self.next + i) % count).filter(free);
+        let picked = match self.routing {
+            Routing::Shared => from_next.min_by_key(|_| 0),
+            Routing::LeastTokens => from_next.min_by_key(|&at| self.servers[at].tokens),
+        }?;
+        self.next = (picked + 1) % count;
+        Some(picked)
+    }
+
+    pub(super) fn url(&self, server: usize) -> &str {
+        &self.servers[server].url
+    }
+
+    pub(super) fn begin(&mut self, server: usize, tokens: u64) {
+        self.servers[server].calls += 1;
+        self.servers[server].tokens += tokens;
+    }
+
+    /// Ends a request; `answered` is whether the server served it at all. Whether it was dropped.
+    pub(super) fn end(&mut self, server: usize, tokens: u64, answered: bool) -> bool {
+        let most = self.failures;
+        let server = &mut self.servers[server];
+        server.calls -= 1;
+        server.tokens -= tokens;
+        server.failures = if answered { 0 } else { server.failures + 1 };
+        let dropped = !server.dropped && server.failures >= most;
+        server.dropped |= dropped;
+        dropped
+    }
+
+    /// Takes a server back, such as one that was restarted.
+    pub(super) fn revive(&mut self) {
+        for server in &mut self.servers {
+            (server.dropped, server.failures) = (false, 0);
+        }
+    }
+
+    pub(super) fn alive(&self) -> usize {
+        self.servers.iter().filter(|server| !server.dropped).count()
+    }
+
+    #[cfg(test)]
+    fn under_way(&self) -> usize {
+        self.servers.iter().map(|server| server.calls).sum()
+    }
+
+    /// Fails when every server was dropped.
+    pub(super) fn check(&self, waiting: usize) -> Result<()> {
+        if self.alive() > 0 {
+            return Ok(());
+        }
+        let urls: Vec<&str> = self.servers.iter().map(|server| server.url.as_str()).collect();
+        Err(Error::new(ErrorKind::PeerGone, "capture", "every capture server has failed")
+            .with("servers", urls.join(", "))
+            .with("failures_in_a_row", self.failures)
+            .with("prompts_left", waiting)
+            .remedy("see their logs, start them again, then run the producer again"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn router(routing: Routing) -> Router {
+        Router::new(&["http://a/".into(), "http://b".into()], routing, 2, 3)
+    }
+
+    #[test]
+    fn least_tokens_evens_out_what_is_under_way() {
+        let mut router = router(Routing::LeastTokens);
+        let mut load = [0; 2];
+        for tokens in [1000, 10, 10] {
+            let server = router.pick().unwrap();
+            router.begin(server, tokens);
+            load[server] += tokens;
+        }
+        assert_eq!(load, [1000, 20]);
+        let last = router.pick().unwrap();
+        assert_eq!(router.url(last), "http://a", "b is busy");
+        router.begin(last, 1);
+        assert!(router.pick().is_none());
+        router.end(1, 10, true);
+        assert_eq!(router.pick(), Some(1));
+    }
+
+    #[test]
+    fn shared_takes_any_free_slot_in_turn() {
+        let mut router = router(Routing::Shared);
+        let order: Vec<_> = (0..4)
+            .map(|_| {
+                let server = router.pick().unwrap();
+                router.begin(server, 1);
+                server
+            })
+            .collect();
+        assert_eq!(order, [0, 1, 0, 1]);
+        assert_eq!(router.under_way(), 4);
+    }
+
+    #[test]
+    fn d18_three_failures_in_a_row_drop_a_server_and_none_left_is_an_error() {
+        let mut router = router(Routing::Shared);
+        let fail = |router: &mut Router, server| {
+            router.begin(server, 1);
+            router.end(server, 1, false)
+        };
+        assert!(!fail(&mut router, 0) && !fail(&mut router, 0));
+        router.begin(0, 1);
+        assert!(!router.end(0, 1, true), "an answer in between");
+        assert!(!fail(&mut router, 0) && !fail(&mut router, 0) && fail(&mut router, 0));
+        router.check(5).unwrap();
+        assert_eq!(router.pick(), Some(1), "the survivor goes on");
+        for _ in 0..3 {
+            fail(&mut router, 1);
+        }
+        let error = router.check(5).unwrap_err();
+        assert_eq!(error.context("prompts_left"), Some("5"), "{error}");
+        router.revive();
+        router.check(5).unwrap();
+    }
+}
