@@ -63,6 +63,8 @@ mod one_object_for_each_tensor {
             "close_ends_the_consumer", // the publisher's case covers the one object
             "more_than_the_arena_is_refused",
             // Keys, not addresses, and nothing to look at in place.
+            "a_release_waits_for_views",
+            "a_view_outlives_its_consumer",
             "an_address_beside_the_object_is_refused",
             "an_address_outside_the_arena_is_refused",
             "views_are_unmoved_by_other_samples",
