@@ -1,12 +1,14 @@
 //! The one thread that owns an arena's books, and the handle through which everybody talks to it.
 
+mod wait;
+
 use std::{
     collections::HashMap,
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, LazyLock,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        Arc,
+        atomic::{AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -27,13 +29,14 @@ use crate::{
     reservation::{Births, FillGuard, Reservation, SamplePlan, plan},
 };
 
+pub(crate) use wait::block_on;
+use wait::spin;
+
 /// Work done between two looks at leases and waiting batches, as [`Command::weight`] counts it:
 /// some milliseconds at most, whatever clients send.
 const BURST: usize = 4096;
 /// Bytes that a request takes besides its keys: itself, and its boxed reply.
 const REQUEST_BYTES: usize = size_of::<Command>() + 128;
-/// How long a thread that talks to the owner, or the owner itself, looks before it sleeps.
-const SPIN: Duration = Duration::from_micros(20);
 /// Longest wait for room that a reservation may ask for.
 const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
@@ -420,51 +423,6 @@ impl Drop for Inner {
 
 pub(crate) fn closed(operation: &'static str) -> Error {
     Error::new(ErrorKind::Closed, operation, "the arena is closed")
-}
-
-/// Runs a future on this thread, which sleeps while there is nothing to do.
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark {
-        thread: thread::Thread,
-        woken: AtomicBool,
-    }
-    impl std::task::Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.woken.store(true, Ordering::Release);
-            self.thread.unpark();
-        }
-    }
-    let unpark = Arc::new(Unpark { thread: thread::current(), woken: AtomicBool::new(false) });
-    let waker = unpark.clone().into();
-    let mut context = std::task::Context::from_waker(&waker);
-    let mut future = std::pin::pin!(future);
-    loop {
-        if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut context) {
-            return output;
-        }
-        if spin(|| unpark.woken.load(Ordering::Acquire).then_some(())).is_none() {
-            thread::park();
-        }
-        unpark.woken.store(false, Ordering::Relaxed);
-    }
-}
-
-/// Looks for something that most likely comes at once, before a thread is put to sleep: waking it
-/// can take longer than a whole request does. Not where the other side may need this processor.
-fn spin<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
-    static HAS_ROOM: LazyLock<bool> =
-        LazyLock::new(|| thread::available_parallelism().is_ok_and(|n| n.get() >= 4));
-    if !*HAS_ROOM {
-        return None;
-    }
-    let started = Instant::now();
-    while started.elapsed() < SPIN {
-        if let Some(found) = look() {
-            return Some(found);
-        }
-        std::hint::spin_loop();
-    }
-    None
 }
 
 struct Owner {

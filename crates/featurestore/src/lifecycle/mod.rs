@@ -9,12 +9,12 @@
 //! ```
 
 mod reclaim;
+mod report;
 mod residents;
 #[cfg(test)]
 mod tests;
 
 use std::{
-    ops::Deref,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -22,12 +22,12 @@ use std::{
 use control_proto::token::Verb;
 use parking_lot::Mutex;
 use transport_core::{
-    Descriptor, Destination, Error, ErrorKind, FeatureName, FetchOptions, FetchRequest, Fetched,
-    Location, Publication, PublishOptions, Release, Result, SampleId, SampleKey, SessionName,
-    Transport,
+    Descriptor, Destination, Error, ErrorKind, FeatureName, FetchOptions, FetchRequest, Location,
+    Publication, PublishOptions, Release, Result, SampleId, SampleKey, SessionName, Transport,
 };
 
 pub use reclaim::{Nowhere, Reclaim};
+pub use report::{Collected, Freed, Leased, SampleHealth};
 use residents::Residents;
 pub use residents::{LeaseToken, Released, Retention};
 
@@ -55,79 +55,6 @@ struct Counts {
     force_freed: u64,
     force_freed_bytes: u64,
     expired_leases: u64,
-}
-
-/// One sample as read, and the lease under which it is.
-#[derive(Debug)]
-pub struct Leased {
-    /// What was read.
-    pub fetched: Fetched,
-    /// Ends the lease; see [`Samples::release`].
-    pub token: LeaseToken,
-}
-
-impl Deref for Leased {
-    type Target = Fetched;
-
-    fn deref(&self) -> &Fetched {
-        &self.fetched
-    }
-}
-
-/// What a call that frees came to, in samples.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-#[non_exhaustive]
-pub struct Freed {
-    /// Freed by this call, confirmed by their servers as far as those confirm anything.
-    pub freed: u64,
-    /// Gone before: the servers or this store did not know them any more.
-    pub already_gone: u64,
-    /// Freed here, and not yet on their servers; tried again later.
-    pub pending: u64,
-}
-
-/// What [`Samples::gc`] did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-#[non_exhaustive]
-pub struct Collected {
-    /// Samples freed because nobody had read them for too long.
-    pub force_freed: u64,
-    /// Their bytes.
-    pub force_freed_bytes: u64,
-    /// Leases that ended because their time was over.
-    pub expired_leases: u64,
-    /// Frees that are still not confirmed.
-    pub release_pending: u64,
-}
-
-/// What a [`Samples`] counts.
-#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
-#[non_exhaustive]
-pub struct SampleHealth {
-    /// Samples adopted and not freed.
-    pub resident_samples: u64,
-    /// Their bytes.
-    pub resident_bytes: u64,
-    /// The hard cap on them.
-    pub max_resident_bytes: Option<u64>,
-    /// Samples asked for whose answer has not come.
-    pub provisional: u64,
-    /// Leases that have not ended.
-    pub active_leases: u64,
-    /// Frees that are not confirmed.
-    pub release_pending: u64,
-    /// Samples ever adopted.
-    pub adopted: u64,
-    /// Samples ever freed, each once, confirmed.
-    pub freed: u64,
-    /// Frees of samples that were gone before.
-    pub already_gone: u64,
-    /// Samples freed by [`Samples::gc`].
-    pub force_freed: u64,
-    /// Freed samples that are remembered.
-    pub remembered: u64,
-    /// Age of the oldest resident sample, in seconds.
-    pub oldest_age_s: f64,
 }
 
 impl Samples {
