@@ -3,8 +3,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_trait::async_trait;
 use indexmap::IndexMap;
 use transport_core::{
-    Dtype, Generation, Health, MemoryTransport, Ready, RegionSlice, ReleaseReport, StoreId, Tensor,
-    TensorMeta, TransportInfo,
+    Dtype, Fetched, Generation, Health, MemoryTransport, Ready, RegionSlice, ReleaseReport,
+    StoreId, Tensor, TensorMeta, TransportInfo,
 };
 
 use super::*;
