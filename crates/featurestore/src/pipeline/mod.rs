@@ -14,6 +14,7 @@ mod producer;
 mod progress;
 mod report;
 pub mod trainer;
+mod verify;
 
 use std::path::PathBuf;
 
