@@ -8,6 +8,8 @@
 //! This is the only module of the crate with `unsafe` code.
 #![allow(unsafe_code)]
 
+mod streaming;
+
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     any::Any,
@@ -22,6 +24,8 @@ use std::{
 };
 
 use crate::{Error, ErrorKind, ReadyEvent, Result};
+
+pub use streaming::copy_streaming;
 
 /// Where bytes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -3,7 +3,7 @@
 
 use std::{hash::Hasher, ops::Range, sync::Mutex};
 
-use transport_core::{Error, Result};
+use transport_core::{Error, Result, copy_streaming};
 use twox_hash::XxHash3_64;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -136,10 +136,6 @@ pub(super) fn join(segments: &[Planned<'_>], mut sums: Vec<BlockSum>) -> Option<
     sums.next().is_none().then_some(whole)
 }
 
-/// Bytes that are copied before they are hashed. A larger copy may go past the caches, and the
-/// hash would have to fetch from memory what was just written.
-const STRIDE: usize = 4 << 10;
-
 /// Fills `dest` with the bytes of `segment` from `start` on, and hashes them.
 fn fill(
     segment: &Planned<'_>,
@@ -162,13 +158,9 @@ fn fill(
                 let len = from.len().min(dest.len());
                 match hasher.as_deref_mut() {
                     None => dest[..len].copy_from_slice(&from[..len]),
-                    Some(hasher) => {
-                        let strides = dest[..len].chunks_mut(STRIDE).zip(from.chunks(STRIDE));
-                        for (to, from) in strides {
-                            to.copy_from_slice(&from[..to.len()]);
-                            hasher.write(to);
-                        }
-                    }
+                    Some(hasher) => copy_streaming(&mut dest[..len], &from[..len], |piece| {
+                        hasher.write(piece);
+                    }),
                 }
                 len
             }
