@@ -1,6 +1,6 @@
 //! `cargo xtask test`: every test that this machine can run, and a list of those that it did not.
 
-mod mooncake;
+mod options;
 
 use std::{
     env, fs,
@@ -35,10 +35,7 @@ const MIRI: &[(&str, &[&str])] = &[
     ("capture-arena", &["export::", "pin::", "pool::", "reservation::"]),
 ];
 
-/// Tests of device memory: package, feature that has them, and the target that simulates a device.
-const SIMULATED: &[(&str, &str, &str)] =
-    &[("capture-arena", "scripted-cuda", "cuda"), ("transport-mooncake-direct", "cuda", "device")];
-/// The same on a real one: package and target.
+/// Tests of device memory on a real device: package and target.
 const ON_DEVICE: &[(&str, &str)] = &[
     ("capture-arena", "gpu"),
     ("transport-mooncake-direct", "gpu_engine"),
@@ -58,14 +55,13 @@ pub(crate) fn run(workspace: &Workspace, quick: bool, only_mooncake: bool) -> Re
 
     if only_mooncake {
         session.skip("everything but the tests of what loads Mooncake", "left out by --mooncake");
-        session.tests_with_mooncake(quick);
+        session.tests_with_options(quick);
         return session.close();
     }
     if session.build() {
         session.workspace_tests(quick);
         session.tests_with_tools(quick);
-        session.tests_with_mooncake(quick);
-        session.simulated_devices();
+        session.tests_with_options(quick);
     } else {
         session.skip("all tests", "the command line that they start does not build");
     }
@@ -181,23 +177,6 @@ impl<'a> Session<'a> {
             self.tally.skipped.retain(|skipped| !waiting.contains(skipped));
             self.tally.add(tally);
         }
-    }
-
-    /// Tests of device memory need no device, but features that a default build does without.
-    fn simulated_devices(&mut self) {
-        for (member, feature, target) in SIMULATED {
-            let step = format!("{member} on simulated devices");
-            self.heading(&step);
-            let mut command = self.workspace.cargo();
-            command.args(["test", "--package", member, "--features", feature]);
-            command.args(["--lib", "--test", target]);
-            let mut tally = self.read(&step, &mut command, TEST_LIMIT);
-            if tally.passed == 0 && tally.failed.is_empty() {
-                tally.failed.push(format!("{step}: no test was run"));
-            }
-            self.tally.add(tally);
-        }
-        self.skip("tests on a CUDA device", "they are run by cargo xtask test --gpu");
     }
 
     fn loom(&mut self) {

@@ -57,7 +57,7 @@ fn byte(sample: usize, tensor: usize) -> u8 {
 }
 
 #[test]
-#[ignore = "the second process of the others"]
+#[ignore = "needs a CUDA device: the second process of the others"]
 fn second_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let device = device();

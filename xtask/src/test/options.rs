@@ -1,44 +1,56 @@
-//! The tests behind the features that load Mooncake.
+//! The tests behind the features that a default build does without: Mooncake and devices.
 
 use std::{env, process::Command};
 
 use super::{BINARY, Session, TEST_LIMIT};
 use crate::{libtest::Skipped, mooncake::Mooncake};
 
-/// Features of the members that bring Mooncake in. None is on by default.
-const FEATURES: [&str; 2] = ["mooncake", "mooncake-python"];
+/// Features of the members that add tests. None is on by default; they are built together, once.
+const FEATURES: [&str; 4] = ["cuda", "mooncake", "mooncake-python", "scripted-cuda"];
 /// How the reason of an ignored test starts that wants a real Mooncake.
-const REASON: &str = "needs a Mooncake venv";
-/// Modules behind those features; their unit tests are not part of a default build.
-const MODULES: [&str; 5] = ["cabi::", "loading::", "mooncake::", "python::", "search::"];
+const MOONCAKE: &str = "needs a Mooncake venv";
+/// How the reason of an ignored test starts that wants a device.
+const DEVICE: &str = "needs a CUDA device";
+/// Modules with unit tests behind those features: no part of a default build.
+const MODULES: [&str; 8] =
+    ["cabi::", "choose::", "cuda::", "device::", "loading::", "mooncake::", "python::", "search::"];
 
 impl Session<'_> {
-    /// Builds the members with Mooncake's features and runs what these add: first what needs nothing
-    /// else, then what needs a real Mooncake, which is installed if that can be done.
+    /// Builds the members with those features and runs what these add: first what needs nothing
+    /// else (devices are simulated), then what needs a real Mooncake, which is installed if that can
+    /// be done.
     ///
     /// All members are selected and few targets built: with the members alone the resolver would
     /// give their dependencies other features, and half of the registry would be built anew.
-    pub(super) fn tests_with_mooncake(&mut self, quick: bool) {
+    pub(super) fn tests_with_options(&mut self, quick: bool) {
         let targets: Vec<String> =
             self.workspace.members.iter().flat_map(|member| member.tests_for(&FEATURES)).collect();
-        self.heading("tests of what loads Mooncake");
-        let mut command = self.with_mooncake();
+        self.heading("tests of what loads Mooncake or a CUDA driver");
+        let mut command = self.with_options();
         command.args(["--lib", "--"]).args(MODULES);
-        let step = "unit tests with Mooncake's features";
+        let step = "unit tests with optional features";
         let mut units = self.read(step, &mut command, TEST_LIMIT);
         units.forget_skipped(&self.tally); // modules of the same names in a default build
         self.tally.add(units);
 
-        let mut command = self.with_mooncake();
+        let mut command = self.with_options();
         command.args(targets.iter().flat_map(|target| ["--test", target]));
         if quick {
             command.env("PROPTEST_CASES", env::var("PROPTEST_CASES").unwrap_or("16".into()));
         }
-        let mut tally = self.read("tests with Mooncake's features", &mut command, TEST_LIMIT);
+        let mut tally = self.read("tests with optional features", &mut command, TEST_LIMIT);
         tally.forget_skipped(&self.tally);
-        let waits = |skipped: &Skipped| skipped.why.starts_with(REASON);
-        let (waiting, rest) = tally.skipped.into_iter().partition(waits);
+        let (waiting, rest): (Vec<_>, Vec<_>) = tally
+            .skipped
+            .into_iter()
+            .partition(|skipped: &Skipped| skipped.why.starts_with(MOONCAKE));
+        let (on_device, rest): (Vec<_>, Vec<_>) =
+            rest.into_iter().partition(|skipped: &Skipped| skipped.why.starts_with(DEVICE));
         tally.skipped = rest;
+        if !on_device.is_empty() {
+            let what = format!("{} tests on a CUDA device", on_device.len());
+            self.skip(&what, "they are run by cargo xtask test --gpu");
+        }
         self.tally.add(tally);
         if quick {
             self.tally.skipped.extend(waiting.into_iter().map(|test: Skipped| {
@@ -67,7 +79,7 @@ impl Session<'_> {
         }
         let step = "tests against a real Mooncake";
         self.heading(step);
-        let mut command = self.with_mooncake();
+        let mut command = self.with_options();
         command.args(targets.iter().flat_map(|target| ["--test", target]));
         command.args(["--", "--ignored", "--exact"]).args(can_run.iter().map(Skipped::test));
         command.envs(mooncake.variables());
@@ -82,7 +94,7 @@ impl Session<'_> {
         self.tally.add(tally);
     }
 
-    fn with_mooncake(&self) -> Command {
+    fn with_options(&self) -> Command {
         let features: Vec<String> = self
             .workspace
             .members
