@@ -72,13 +72,14 @@ mod x86 {
         let (whole, rest) = from.as_chunks::<LINE>();
         for (to, from) in lines.iter_mut().zip(whole) {
             let (to, from) = (to.as_mut_ptr().cast::<__m128i>(), from.as_ptr().cast::<__m128i>());
-            // SAFETY: both have the 64 bytes of four vectors, `to` is aligned as asserted above,
-            // and every x86-64 processor has these instructions.
-            unsafe {
-                let line = [0, 1, 2, 3].map(|i| _mm_loadu_si128(from.add(i)));
-                for (i, vector) in line.into_iter().enumerate() {
-                    _mm_stream_si128(to.add(i), vector);
-                }
+            // SAFETY: the 64 bytes of `from` are four vectors, which may lie anywhere, and every
+            // x86-64 processor has the instruction.
+            let load = |i| unsafe { _mm_loadu_si128(from.wrapping_add(i)) };
+            let line = [0, 1, 2, 3].map(load);
+            for (i, vector) in line.into_iter().enumerate() {
+                // SAFETY: the 64 bytes of `to` are four vectors, aligned as asserted above, and
+                // every x86-64 processor has the instruction.
+                unsafe { _mm_stream_si128(to.wrapping_add(i), vector) }
             }
         }
         tail.copy_from_slice(rest);
