@@ -14,7 +14,7 @@ const STORE: &str = "store";
 const STORE_EXAMPLE: [&str; 7] = [
     "--release",
     "--package",
-    "transport-mooncake-store",
+    PACKAGE,
     "--features",
     "mooncake-python",
     "--example",

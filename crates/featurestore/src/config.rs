@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, ffi::OsString, fmt, path::Path};
 
 use transport_core::{Error, ErrorKind, Result};
 
-pub use mooncake::{Master, MooncakeConfig};
+pub use mooncake::{Master, MooncakeConfig, StoreReads};
 pub use problems::Problems;
 #[cfg(feature = "cli")]
 pub use server::{ArenaKind, ServerConfig};
@@ -88,6 +88,18 @@ pub const KEYS: &[Key] = &[
     optional("mooncake_library", "file of libmooncake_store.so; comes before the wheel"),
     optional("mooncake_preload", "comma-separated libraries to open before Mooncake's"),
     key("mooncake_lease", "10s", "the master's read leases, its default_kv_lease_ttl"),
+    key(
+        "mooncake_reads",
+        "auto",
+        "what reads the store's memory: mooncake (its engine), native (the tcp engine; protocol tcp \
+         and no metadata server only), or auto (native where it can)",
+    ),
+    key(
+        "mooncake_group_below",
+        "0",
+        "tensors of a sample below this size, such as 1MiB, share one object; alike on all sides, \
+         and 0 (one object a tensor) where anything else reads the store",
+    ),
 ];
 
 /// Where a value comes from.

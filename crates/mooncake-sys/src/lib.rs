@@ -31,6 +31,7 @@ mod provider;
 pub mod python;
 #[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
 mod search;
+mod segment;
 mod store;
 
 pub use codes::{EngineCode, StoreCode, TransferState};
@@ -40,4 +41,5 @@ pub use engine::{
 pub use provider::{ProviderInfo, ProviderKind, StoreCapabilities};
 #[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
 pub use search::Search;
-pub use store::{GetItem, KeyResults, PutItem, ReplicaPolicy, StoreApi, StoreSetup};
+pub use segment::{SegmentRead, SegmentReader};
+pub use store::{GetItem, KeyResults, PutItem, Replica, ReplicaPolicy, StoreApi, StoreSetup};

@@ -30,6 +30,8 @@ impl fmt::Display for ProviderKind {
 pub struct StoreCapabilities {
     /// Many keys are removed by one request; else each key costs a round trip.
     pub batch_remove: bool,
+    /// Objects are written so that the answer tells new ones from those that were there.
+    pub put_new: bool,
     /// Objects can be put into a tenant.
     pub tenants: bool,
 }
@@ -39,6 +41,13 @@ impl StoreCapabilities {
     #[must_use]
     pub fn batch_remove(mut self, yes: bool) -> Self {
         self.batch_remove = yes;
+        self
+    }
+
+    /// Sets whether a write tells new objects from those that were there.
+    #[must_use]
+    pub fn put_new(mut self, yes: bool) -> Self {
+        self.put_new = yes;
         self
     }
 

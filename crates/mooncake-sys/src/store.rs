@@ -1,8 +1,8 @@
 //! The store calls that a transport makes.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
-use transport_core::{Error, ErrorKind, Result};
+use transport_core::{Error, ErrorKind, RemoteAddr, Result};
 
 use crate::{ProviderInfo, StoreCode};
 
@@ -31,6 +31,18 @@ pub struct GetItem<'a> {
     pub start: *mut u8,
     /// Bytes of the destination; not 0, and at least as long as the object.
     pub len: usize,
+}
+
+/// Where one replica of an object lies in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Replica {
+    /// Segment that holds it: `host:port` of the owner's peer handshake where no metadata server is
+    /// used.
+    pub segment: Arc<str>,
+    /// Its first byte, in the owner's address space.
+    pub address: RemoteAddr,
+    /// Its length in bytes.
+    pub len: u64,
 }
 
 /// How an object is kept.
@@ -96,6 +108,25 @@ pub trait StoreApi: fmt::Debug + Send + Sync {
     /// The trait's section on memory.
     unsafe fn put(&self, items: &[PutItem<'_>], policy: ReplicaPolicy) -> Result<KeyResults<()>>;
 
+    /// Writes objects that are not there yet, one result for each.
+    ///
+    /// Unlike [`Self::put`], it says what happened: a key that is taken, by a complete object or by
+    /// a writer that has not finished, answers [`StoreCode::OBJECT_ALREADY_EXISTS`], also when two
+    /// processes write it at the same moment; `Ok` means that the object is the caller's and can be
+    /// read. Where it answers another code, or fails as a whole, there is no object of the caller's.
+    /// Needs [`StoreCapabilities::put_new`](crate::StoreCapabilities::put_new).
+    ///
+    /// # Safety
+    /// The trait's section on memory.
+    unsafe fn put_new(
+        &self,
+        items: &[PutItem<'_>],
+        policy: ReplicaPolicy,
+    ) -> Result<KeyResults<()>> {
+        let _ = (items, policy);
+        Err(Error::new(ErrorKind::Unsupported, "put", "the provider has no put sessions"))
+    }
+
     /// Reads whole objects and says how long each is.
     ///
     /// Each found object gets a read lease. A destination that is too short answers
@@ -112,10 +143,10 @@ pub trait StoreApi: fmt::Debug + Send + Sync {
     /// Length of an object in bytes.
     fn size(&self, key: &str) -> Result<Result<u64, StoreCode>>;
 
-    /// Names of the segments that hold each object, one for each replica in memory: `host:port` of
-    /// the owner's peer handshake where no metadata server is used. None for a key that is not
-    /// there. `None` if the provider cannot tell.
-    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
+    /// Where the replicas of each object lie that are complete and in memory; none for a key that is
+    /// not there. Each found object gets a read lease, as from [`Self::get`]. `None` if the provider
+    /// cannot tell.
+    fn locate(&self, keys: &[&str]) -> Result<Option<Vec<Vec<Replica>>>> {
         let _ = keys;
         Ok(None)
     }

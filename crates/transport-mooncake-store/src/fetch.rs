@@ -16,6 +16,7 @@ use transport_core::{
 use crate::{
     io,
     layout::{Place, Plan},
+    native::Found,
     transport::Shared,
     workers::Flight,
 };
@@ -261,7 +262,7 @@ fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> 
     let mut part_bytes = config.part_bytes.get();
     let mut pause = config.backoff;
     for attempt in 1.. {
-        let mut again: Vec<(usize, StoreCode)> = Vec::new();
+        let mut again: Vec<Again> = Vec::new();
         let mut rest = &open[..];
         while !rest.is_empty() {
             let mut bytes = 0u64;
@@ -274,29 +275,25 @@ fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> 
             read_part(shared, flight, reads, part, &mut again)?;
             rest = later;
         }
-        let Some(&(first, code)) = again.first() else { return Ok(()) };
-        let failed = |error: Error, reads: &[Read]| {
-            error
-                .with("key", &reads[first].key)
-                .with("failed_keys", again.len())
-                .with("attempts", attempt)
+        let failed_keys = again.len();
+        let Some(first) = again.first_mut() else { return Ok(()) };
+        let (key, code) = (reads[first.index].key.clone(), first.code);
+        let failed = |error: Error| {
+            error.with("key", key).with("failed_keys", failed_keys).with("attempts", attempt)
         };
         if attempt >= config.read_attempts {
-            return Err(failed(explain(code), reads));
+            return Err(failed(first.error.take().unwrap_or_else(|| explain(code))));
         }
         if flight.pause(pause).is_err() {
-            return Err(failed(
-                Error::new(ErrorKind::Timeout, "fetch", "the deadline passed between attempts")
-                    .with("code", code),
-                reads,
-            ));
+            let why = "the deadline passed between attempts";
+            return Err(failed(Error::new(ErrorKind::Timeout, "fetch", why).with("code", code)));
         }
         pause = (pause * 2).min(Duration::from_secs(1));
-        if again.iter().any(|(_, code)| *code == StoreCode::LEASE_EXPIRED) {
+        if again.iter().any(|one| one.code == StoreCode::LEASE_EXPIRED) {
             part_bytes = (part_bytes / 2).max(1); // each call takes new leases
         }
         shared.ledger.read_retries.fetch_add(again.len() as u64, Ordering::Relaxed);
-        open = again.into_iter().map(|(i, _)| i).collect();
+        open = again.into_iter().map(|one| one.index).collect();
     }
     unreachable!("the loop ends by returning")
 }
@@ -312,52 +309,97 @@ fn explain(code: StoreCode) -> Error {
     }
 }
 
+/// An object worth another attempt, and why the last one failed.
+struct Again {
+    index: usize,
+    code: StoreCode,
+    error: Option<Error>, // what is known beyond the code
+}
+
+/// Reads what is left after `found` through Mooncake's engine, with one call: an answer for each.
+fn read_by_mooncake(
+    shared: &Shared,
+    flight: &Flight,
+    keys: &[&str],
+    regions: &mut [Option<RegionMut>],
+    found: &[Option<Found>],
+) -> Result<Vec<std::result::Result<u64, StoreCode>>> {
+    let left = |found: &Option<Found>| found.is_none();
+    let mut objects: Vec<_> = (keys.iter().zip(regions.iter_mut()).zip(found))
+        .filter(|(_, found)| left(found))
+        .map(|((key, region), _)| (*key, region.as_mut().expect("only taken to be read")))
+        .collect();
+    if objects.is_empty() {
+        return Ok(Vec::new());
+    }
+    let bytes = objects.iter().map(|(_, region)| region.len() as u64).sum();
+    let answers =
+        flight.transfer(bytes, || shared.ledger.timed(|| io::get(&*shared.api, &mut objects)))?;
+    // These two are answered before anything is sent.
+    if let Err(error) = &answers
+        && !matches!(error.kind(), ErrorKind::Closed | ErrorKind::InvalidInput)
+    {
+        let sent = regions.iter_mut().zip(found).filter(|(_, found)| left(found));
+        let sent = sent.filter_map(|(region, _)| region.take());
+        sent.for_each(|region| shared.memory.quarantine(region));
+    }
+    answers
+}
+
 /// Makes one call. Objects worth another attempt go to `again`; any other failure is an error.
 fn read_part(
     shared: &Shared,
     flight: &Flight,
     reads: &mut [Read],
     part: &[usize],
-    again: &mut Vec<(usize, StoreCode)>,
+    again: &mut Vec<Again>,
 ) -> Result<()> {
     let mut bytes = 0;
     let mut regions = Vec::with_capacity(part.len());
     for &i in part {
         bytes += reads[i].len as u64;
-        regions.push(match reads[i].region.take() {
+        let region = match reads[i].region.take() {
             Some(region) => region,
             None => shared
                 .memory
                 .take(reads[i].len, flight)
                 .map_err(|e| no_memory(shared, &reads[i], e))?,
-        });
+        };
+        regions.push(Some(region));
     }
     let start = Instant::now();
-    let results = flight.transfer(bytes, || {
-        let mut objects: Vec<_> =
-            part.iter().zip(&mut regions).map(|(&i, region)| (&*reads[i].key, region)).collect();
-        shared.ledger.timed(|| io::get(&*shared.api, &mut objects))
-    })?;
+    let keys: Vec<Arc<str>> = part.iter().map(|&i| reads[i].key.clone()).collect();
+    let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
+    let mut found: Vec<Option<Found>> = part.iter().map(|_| None).collect();
+    if let Some(native) = &shared.native {
+        flight.transfer(bytes, || {
+            shared.ledger.timed(|| native.read(shared, flight, &keys, &mut regions, &mut found))
+        })??;
+    }
+    let answers = read_by_mooncake(shared, flight, &keys, &mut regions, &found)?;
     let late = shared.config.read_lease.is_some_and(|lease| start.elapsed() >= lease);
-    let results = match results {
-        Ok(results) => results,
-        Err(error) => {
-            // These two are answered before anything is sent.
-            if !matches!(error.kind(), ErrorKind::Closed | ErrorKind::InvalidInput) {
-                regions.into_iter().for_each(|region| shared.memory.quarantine(region));
-            }
-            return Err(error);
-        }
-    };
+    let mut answers = answers.into_iter();
+    let regions = regions.into_iter().map(|region| region.expect("given back by whoever read it"));
     let mut fatal = None;
     let mut failed = Vec::new();
-    for ((&i, region), result) in part.iter().zip(regions).zip(results) {
+    for ((&i, region), found) in part.iter().zip(regions).zip(found) {
         let read = &mut reads[i];
+        let result = match found {
+            Some(Found::Whole) => Ok(read.len as u64),
+            Some(Found::Length(len)) => Ok(len),
+            Some(Found::Failed(error)) => {
+                failed.push(read.key.clone());
+                read.region = Some(region); // nothing writes it any more
+                again.push(Again { index: i, code: StoreCode::TRANSFER_FAIL, error });
+                continue;
+            }
+            None => answers.next().expect("one answer for each that was left"),
+        };
         match result {
             Ok(found) if found == read.len as u64 && !late => read.bytes = Some(region.freeze()),
             Ok(found) if found == read.len as u64 => {
                 read.region = Some(region); // complete, but perhaps another object's
-                again.push((i, StoreCode::LEASE_EXPIRED));
+                again.push(Again { index: i, code: StoreCode::LEASE_EXPIRED, error: None });
             }
             Ok(found) => {
                 let kind =
@@ -387,7 +429,7 @@ fn read_part(
                     .remedy("find out why reads fail; closing the transport gives the memory back");
                     fatal.get_or_insert(error);
                 } else {
-                    again.push((i, code));
+                    again.push(Again { index: i, code, error: None });
                 }
             }
             Err(StoreCode::INVALID_PARAMS) => {
@@ -395,7 +437,7 @@ fn read_part(
             }
             Err(code) if code.error("fetch").is_temporary() => {
                 read.region = Some(region);
-                again.push((i, code));
+                again.push(Again { index: i, code, error: None });
             }
             Err(code) => {
                 fatal.get_or_insert(code.error("fetch").with("key", &read.key));

@@ -36,11 +36,13 @@ impl Source {
     }
 }
 
-/// Writes objects from registered memory.
+/// Writes objects from registered memory: `only_new` ones, where the provider can tell, or whatever
+/// [`StoreApi::put`] makes of those that exist.
 pub(crate) fn put(
     api: &dyn StoreApi,
     objects: &[(&str, &Source)],
     policy: ReplicaPolicy,
+    only_new: bool,
 ) -> Result<KeyResults<()>> {
     let item = |&(key, source): &(_, &Source)| PutItem {
         key,
@@ -50,7 +52,8 @@ pub(crate) fn put(
     let items: Vec<_> = objects.iter().map(item).collect();
     // SAFETY: the slices behind the sources are borrowed for the call: their memory stays allocated
     // and nobody writes it. Those of one source lie end to end, so all `len` bytes are theirs.
-    let results = unsafe { api.put(&items, policy) }?;
+    let results =
+        unsafe { if only_new { api.put_new(&items, policy) } else { api.put(&items, policy) } }?;
     one_each(results, objects.len(), "put")
 }
 

@@ -26,6 +26,8 @@ pub struct StoreStats {
     /// Payload that was copied on its way because it was not in registered memory, or not in one
     /// piece.
     pub copied_bytes: u64,
+    /// Payload that was read by a [`SegmentReader`](mooncake_sys::SegmentReader).
+    pub native_bytes: u64,
     /// Time inside of the store's calls that write, read and remove objects, all threads together.
     pub in_calls: Duration,
     /// Objects that were read again after a failure.

@@ -42,6 +42,7 @@ mod io;
 mod layout;
 mod ledger;
 mod memory;
+mod native;
 mod objects;
 mod publish;
 mod release;

@@ -71,7 +71,8 @@ impl StoreTransport {
         if bytes == 0 {
             return refuse(ErrorKind::InvalidInput, "the store has no objects without bytes");
         }
-        if self.has_object(key)? {
+        let only_new = shared.api.provider().store.put_new;
+        if !only_new && self.has_object(key)? {
             return refuse(ErrorKind::AlreadyExists, "the key exists");
         }
         let mut region: RegionMut = shared.memory.try_take(bytes)?;
@@ -82,10 +83,10 @@ impl StoreTransport {
             rest = tail;
         }
         let source = Source::new(vec![region.freeze()]).expect("one slice lies end to end");
-        let results = io::put(&*shared.api, &[(key, &source)], ReplicaPolicy::default())?;
+        let results = io::put(&*shared.api, &[(key, &source)], ReplicaPolicy::default(), only_new)?;
         results[0].map_err(|code| code.error("write object").with("key", key))?;
         shared.ledger.host_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        if self.has_object(key)? {
+        if only_new || self.has_object(key)? {
             return Ok(());
         }
         refuse(ErrorKind::Unexpected, "the object cannot be read after it was written")

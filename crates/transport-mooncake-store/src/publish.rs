@@ -1,4 +1,5 @@
-//! Publishing: look, write, look again; all or nothing.
+//! Publishing: all or nothing. Where the provider tells new objects from old ones, writing is all;
+//! elsewhere look, write, and look again.
 
 use std::{
     collections::HashSet,
@@ -6,11 +7,13 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
+    thread,
     time::Duration,
 };
 
 use indexmap::IndexMap;
 use mooncake_sys::{ReplicaPolicy, StoreCode};
+use parking_lot::Mutex;
 use transport_core::{
     Descriptor, Error, ErrorKind, FeatureDescriptor, Location, Publication, PublishOptions, Ready,
     RegionMut, RegionSlice, Result, SampleKey, Sequence,
@@ -24,6 +27,9 @@ use crate::{
     transport::Shared,
     workers::Flight,
 };
+
+/// Fewest keys of a call that is one of several.
+const LEAST_KEYS: usize = 256;
 
 /// Lives of objects in this process, over all transports, so that no two are alike.
 static NEXT_SEQUENCE: AtomicU64 = AtomicU64::new(1);
@@ -127,9 +133,10 @@ pub(crate) fn run(
         samples.push(describe(shared, publication, &mut writes)?);
     }
     make_way(shared, flight, &samples, options.replace)?;
-    let mut touched = HashSet::new();
+    let touched = Mutex::default();
     let result =
-        write_all(shared, flight, &writes, &mut touched).and_then(|()| look_again(shared, &writes));
+        write_all(shared, flight, &writes, &touched).and_then(|()| look_again(shared, &writes));
+    let touched = touched.into_inner();
     if let Err(error) = result {
         for (descriptor, resident) in samples {
             let ours = resident.keys.into_iter().filter(|key| touched.contains(key));
@@ -190,6 +197,29 @@ fn describe(
     Ok((descriptor, resident))
 }
 
+fn exists(key: &dyn std::fmt::Display) -> Error {
+    Error::new(ErrorKind::AlreadyExists, "publish", "the key exists")
+        .with("key", key)
+        .remedy("publish under another generation, or ask to replace")
+}
+
+/// Why a key is taken that the write found so: by an object, or by a writer that has not finished.
+fn taken(shared: &Shared, key: &str) -> Error {
+    match shared.api.exists(&[key]).as_deref() {
+        Ok([Ok(false)]) => unreadable(key),
+        _ => exists(&key),
+    }
+}
+
+fn unreadable(key: &str) -> Error {
+    Error::new(ErrorKind::Unexpected, "publish", "the key is taken, and its object cannot be read")
+        .with("key", key)
+        .remedy(
+            "a writer that died may hold the key: publish under another generation, or wait until \
+             the master gives it up",
+        )
+}
+
 /// Refuses keys that exist, or removes them if they are to be replaced: at once and before the new
 /// ones are written, because the store has no other way. A publish that fails after that leaves
 /// neither.
@@ -220,18 +250,16 @@ fn make_way(
             ledger.released.fetch_add(1, Ordering::SeqCst);
         }
     }
-    let exists = |key: &dyn std::fmt::Display| {
-        Err(Error::new(ErrorKind::AlreadyExists, "publish", "the key exists")
-            .with("key", key)
-            .remedy("publish under another generation, or ask to replace"))
-    };
     if !replace {
         // A sample without objects exists only in the ledger.
         let empty = samples.iter().find(|(_, resident)| resident.keys.is_empty());
         if let Some((descriptor, _)) = empty
             && ledger.is_resident(&descriptor.sample)
         {
-            return exists(&descriptor.sample);
+            return Err(exists(&descriptor.sample));
+        }
+        if shared.api.provider().store.put_new {
+            return Ok(()); // the write says so
         }
         let keys: Vec<&str> =
             samples.iter().flat_map(|(_, r)| &r.keys).map(AsRef::as_ref).collect();
@@ -239,7 +267,7 @@ fn make_way(
             for (key, found) in part.iter().zip(shared.api.exists(part)?) {
                 match found {
                     Ok(false) => {}
-                    Ok(true) => return exists(key),
+                    Ok(true) => return Err(exists(key)),
                     Err(code) => return Err(code.error("publish").with("key", key)),
                 }
             }
@@ -276,9 +304,13 @@ fn write_all(
     shared: &Arc<Shared>,
     flight: &Flight,
     writes: &[Write],
-    touched: &mut HashSet<Arc<str>>,
+    touched: &Mutex<HashSet<Arc<str>>>,
 ) -> Result<()> {
     let config = &shared.config;
+    // Several calls at a time, so that the master works on one while the payload of another moves.
+    let lanes = config.threads;
+    let keys = writes.len().div_ceil(2 * lanes).max(LEAST_KEYS).min(config.part_keys);
+    let mut parts = Vec::new();
     let mut rest = writes;
     while !rest.is_empty() {
         let mut bytes = 0u64;
@@ -286,43 +318,68 @@ fn write_all(
             bytes = bytes.saturating_add(w.bytes);
             bytes <= config.part_bytes.get()
         };
-        let count = rest.iter().take(config.part_keys).take_while(fits).count().max(1);
-        let (part, later) = rest.split_at(count);
-        write_part(shared, flight, part, touched)?;
+        let (part, later) = rest.split_at(rest.iter().take(keys).take_while(fits).count().max(1));
+        parts.push(part);
         rest = later;
     }
-    Ok(())
+    let more = lanes.min(parts.len()).saturating_sub(1);
+    let (parts, failure) = (Mutex::new(parts.into_iter()), Mutex::new(None));
+    let lane = || {
+        while failure.lock().is_none() {
+            let Some(part) = parts.lock().next() else { return };
+            if let Err(error) = write_part(shared, flight, part, touched) {
+                failure.lock().get_or_insert(error);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        (0..more).for_each(|_| drop(scope.spawn(lane)));
+        lane();
+    });
+    failure.into_inner().map_or(Ok(()), Err)
 }
 
 fn write_part(
     shared: &Arc<Shared>,
     flight: &Flight,
     part: &[Write],
-    touched: &mut HashSet<Arc<str>>,
+    touched: &Mutex<HashSet<Arc<str>>>,
 ) -> Result<()> {
     let sources: Vec<Source> =
         part.iter().map(|w| registered(shared, flight, w)).collect::<Result<_>>()?;
+    let only_new = shared.api.provider().store.put_new;
     let mut open: Vec<usize> = (0..part.len()).collect();
     let mut pause = shared.config.backoff;
     loop {
         flight.check()?;
         let objects: Vec<_> = open.iter().map(|&i| (&*part[i].key, &sources[i])).collect();
-        touched.extend(open.iter().map(|&i| part[i].key.clone()));
-        let results =
-            shared.ledger.timed(|| io::put(&*shared.api, &objects, ReplicaPolicy::default()))?;
+        if !only_new {
+            // Even if the call fails: nobody can tell what it has written.
+            touched.lock().extend(open.iter().map(|&i| part[i].key.clone()));
+        }
+        let policy = ReplicaPolicy::default();
+        let results = shared.ledger.timed(|| io::put(&*shared.api, &objects, policy, only_new))?;
+        let mut ours = touched.lock();
         let (mut failed, mut fatal) = (Vec::new(), None);
         for (&i, result) in open.iter().zip(results) {
-            let Err(code) = result else { continue };
+            let key = &part[i].key;
+            let Err(code) = result else {
+                ours.insert(key.clone());
+                continue;
+            };
             if code == StoreCode::OBJECT_ALREADY_EXISTS {
-                touched.remove(&part[i].key); // another process was faster: it is not ours
+                ours.remove(key); // another process was faster: it is not ours
+                fatal.get_or_insert_with(|| taken(shared, key));
+                continue;
             }
-            let error = code.error("publish").with("key", &part[i].key);
+            let error = code.error("publish").with("key", key);
             if error.is_temporary() {
                 failed.push((i, code));
             } else {
                 fatal.get_or_insert(error);
             }
         }
+        drop(ours);
         if let Some(error) = fatal {
             return Err(error);
         }
@@ -367,23 +424,15 @@ fn registered(shared: &Shared, flight: &Flight, write: &Write) -> Result<Source>
 /// Makes sure that every object can be read: a writer that died half-way leaves its key taken but
 /// unreadable, and the write above succeeds all the same.
 fn look_again(shared: &Shared, writes: &[Write]) -> Result<()> {
+    if shared.api.provider().store.put_new {
+        return Ok(()); // the write has said so
+    }
     let keys: Vec<&str> = writes.iter().map(|w| &*w.key).collect();
     for part in keys.chunks(shared.config.part_keys) {
         for (key, found) in part.iter().zip(shared.api.exists(part)?) {
             match found {
                 Ok(true) => {}
-                Ok(false) => {
-                    return Err(Error::new(
-                        ErrorKind::Unexpected,
-                        "publish",
-                        "the object cannot be read after it was written",
-                    )
-                    .with("key", key)
-                    .remedy(
-                        "a writer that died may hold the key: publish under another generation, \
-                         or wait until the master gives it up",
-                    ));
-                }
+                Ok(false) => return Err(unreadable(key)),
                 Err(code) => return Err(code.error("publish").with("key", key)),
             }
         }

@@ -16,7 +16,7 @@ use std::{
 };
 
 use control_proto::mooncake::handshake::{Frame, Kind};
-use mooncake_sys::StoreApi;
+use mooncake_sys::{Replica, StoreApi};
 use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, Result, SessionName};
 
@@ -130,7 +130,11 @@ impl Segments {
 
     /// Segments of each object; none where the provider cannot tell.
     fn of(&self, keys: &[&str]) -> Result<Vec<Vec<String>>> {
-        Ok(self.api.segments(keys)?.unwrap_or_else(|| vec![Vec::new(); keys.len()]))
+        let located = self.api.locate(keys)?.unwrap_or_else(|| vec![Vec::new(); keys.len()]);
+        let names = |replicas: Vec<Replica>| {
+            replicas.into_iter().map(|replica| replica.segment.to_string()).collect()
+        };
+        Ok(located.into_iter().map(names).collect())
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use mooncake_sys::StoreApi;
+use mooncake_sys::{SegmentReader, StoreApi};
 use transport_core::{
     Capabilities, Descriptor, Error, ErrorKind, FeatureName, FetchOptions, FetchRequest, Fetched,
     Health, Publication, PublishOptions, RegionMut, Release, ReleaseReport, Result, SampleKey,
@@ -22,6 +22,7 @@ use crate::{
     layout::Plan,
     ledger::Ledger,
     memory::Memory,
+    native::Native,
     publish, release,
     segments::Segments,
     workers::{Flight, Waiting, Workers},
@@ -49,6 +50,7 @@ pub(crate) struct Shared {
     pub(crate) memory: Memory,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) segments: Arc<Segments>,
+    pub(crate) native: Option<Native>,
     workers: Workers,
     /// For what must go on while every other thread waits for a peer that hangs.
     attendant: Workers,
@@ -60,12 +62,44 @@ impl StoreTransport {
     /// Starts a transport over a client that has joined a cluster. Takes the client over:
     /// [`Transport::close`] closes it.
     pub fn start(api: Arc<dyn StoreApi>, config: StoreConfig) -> Result<Self> {
+        Self::start_with(api, config, None)
+    }
+
+    /// Starts a transport whose fetches read through `reader` what lies in segments of others, and
+    /// not through Mooncake's engine.
+    ///
+    /// The lease is Mooncake's as ever: the master grants it when it says where an object lies, and
+    /// what has taken longer is read again. So [`StoreConfig::read_lease`] has to be set.
+    pub fn start_with(
+        api: Arc<dyn StoreApi>,
+        config: StoreConfig,
+        reader: Option<Arc<dyn SegmentReader>>,
+    ) -> Result<Self> {
         config.check()?;
+        if reader.is_some() && config.read_lease.is_none() {
+            return Err(Error::new(
+                ErrorKind::ConfigInvalid,
+                "configure store transport",
+                "only Mooncake's engine checks leases by itself",
+            )
+            .with("setting", "read_lease")
+            .remedy(
+                "say how long the master's leases last, or read without a reader of one's own",
+            ));
+        }
         let mut capabilities = Capabilities::default();
         capabilities.publish = true;
         capabilities.fetch = true;
         capabilities.cross_host = true;
-        let info = TransportInfo::new("store", api.provider().to_string(), capabilities);
+        let mut engine = api.provider().to_string();
+        if let Some(reader) = &reader {
+            engine += &format!("; reads by {}", reader.name());
+        }
+        let info = TransportInfo::new("store", engine, capabilities);
+        let native = match reader {
+            Some(reader) => Some(Native::new(reader, api.hostname()?)),
+            None => None,
+        };
         let memory = Memory::new(api.clone(), &config)?;
         let workers = Workers::start(config.threads)?;
         let attendant = Workers::start(1)?;
@@ -76,6 +110,7 @@ impl StoreTransport {
             memory,
             ledger: Arc::default(),
             segments,
+            native,
             workers,
             attendant,
             abandoned_bytes: Arc::default(),
@@ -124,8 +159,9 @@ impl StoreTransport {
 
     /// Counters beyond [`Transport::health`].
     pub fn stats(&self) -> StoreStats {
-        let Shared { ledger, memory, segments, .. } = &*self.shared;
+        let Shared { ledger, memory, segments, native, .. } = &*self.shared;
         StoreStats {
+            native_bytes: native.as_ref().map_or(0, Native::bytes),
             registrations: memory.registrations(),
             pool_bytes: memory.pool_bytes(),
             copied_bytes: ledger.copied_bytes.load(Ordering::Relaxed),
@@ -390,7 +426,11 @@ impl Transport for StoreTransport {
             return Err(Error::new(ErrorKind::Busy, "close", "a call to the store still runs"));
         }
         let shared = self.shared.clone();
-        self.call("close", CLOSE_PATIENCE, move |_| shared.api.close()).await?;
+        let closing = move |_: &Flight| {
+            shared.native.iter().for_each(Native::close);
+            shared.api.close()
+        };
+        self.call("close", CLOSE_PATIENCE, closing).await?;
         self.shared.memory.end_quarantine();
         if drained.remaining > 0 {
             return Err(Error::new(ErrorKind::Busy, "close", "objects could not be removed")

@@ -4,7 +4,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -92,6 +92,7 @@ impl Drop for Busy {
 #[derive(Debug)]
 pub(crate) struct Flight {
     state: Mutex<State>,
+    stop: Arc<AtomicBool>, // set when it is abandoned
     abandoned_bytes: Arc<AtomicU64>,
     deadline: Option<Instant>,
 }
@@ -108,6 +109,7 @@ impl Flight {
     pub(crate) fn new(deadline: Duration, abandoned_bytes: &Arc<AtomicU64>) -> Arc<Self> {
         Arc::new(Self {
             state: Mutex::default(),
+            stop: Arc::default(),
             abandoned_bytes: abandoned_bytes.clone(),
             deadline: Instant::now().checked_add(deadline),
         })
@@ -116,6 +118,16 @@ impl Flight {
     /// Time left; zero once it has passed.
     pub(crate) fn remaining(&self) -> Duration {
         self.deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()))
+    }
+
+    /// When it has to be over: some day, if it has no deadline.
+    pub(crate) fn deadline(&self) -> Instant {
+        self.deadline.unwrap_or_else(|| Instant::now() + Duration::from_secs(1 << 30))
+    }
+
+    /// Set when nobody waits any more.
+    pub(crate) fn stop(&self) -> &Arc<AtomicBool> {
+        &self.stop
     }
 
     /// Fails if nobody waits any more.
@@ -169,6 +181,7 @@ impl Flight {
         let mut state = self.state.lock();
         if !state.abandoned {
             state.abandoned = true;
+            self.stop.store(true, Ordering::SeqCst);
             self.abandoned_bytes.fetch_add(state.exposed, Ordering::SeqCst);
         }
     }

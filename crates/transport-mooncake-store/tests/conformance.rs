@@ -5,7 +5,7 @@ mod fake;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use fake::Cluster;
+use fake::{Cluster, reader::FakeReader};
 use transport_core::{
     ByteSize, Result, Transport,
     conformance::{Harness, Hook, Outcome, Pair, Report, Setup, run_all},
@@ -16,6 +16,7 @@ use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
 struct Fake {
     layout: Layout,
     one_object: bool, // publisher and consumer are the same
+    modern: bool,     // put sessions, and reads past Mooncake's engine
 }
 
 fn config(layout: Layout) -> StoreConfig {
@@ -36,7 +37,15 @@ impl Harness for Fake {
         let cluster = Cluster::new();
         cluster.set_transfer_delay(setup.transfer_delay);
         let client = || -> Result<Arc<dyn Transport>> {
-            Ok(Arc::new(StoreTransport::start(cluster.client(), config(self.layout))?))
+            let mut config = config(self.layout);
+            config.segment_silence = None; // nobody is behind the names of segments
+            if !self.modern {
+                return Ok(Arc::new(StoreTransport::start(cluster.client(), config)?));
+            }
+            cluster.set_segment("", "127.0.0.1:17".into());
+            let api = cluster.client_with_sessions();
+            let reader = FakeReader { delay: setup.transfer_delay, ..FakeReader::default() };
+            Ok(Arc::new(StoreTransport::start_with(api, config, Some(Arc::new(reader)))?))
         };
         let lost = cluster.clone();
         let publisher = client()?;
@@ -52,7 +61,7 @@ impl Harness for Fake {
 
 mod one_object_for_each_tensor {
     transport_core::conformance_tests!(
-        super::Fake { layout: super::Layout::PerTensor, one_object: true },
+        super::Fake { layout: super::Layout::PerTensor, one_object: true, modern: false },
         not_applicable: [
             // The size of the pool is not known to a client.
             "a_batch_that_fits_in_part_leaves_nothing",
@@ -107,13 +116,15 @@ const NAMED_BY_THE_GROUP: &[&str] = &[
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_clients_keep_the_contract_as_well() {
     let layout = Layout::PerTensor;
-    let report = run_all(&Fake { layout, one_object: false }).await;
-    assert_eq!(failed(&report), [""; 0], "{report}");
+    for modern in [false, true] {
+        let report = run_all(&Fake { layout, one_object: false, modern }).await;
+        assert_eq!(failed(&report), [""; 0], "{report}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_grouped_layout_differs_only_in_the_names_of_its_errors() {
-    let report = run_all(&Fake { layout: grouped(), one_object: true }).await;
+    let report = run_all(&Fake { layout: grouped(), one_object: true, modern: false }).await;
     assert_eq!(failed(&report), NAMED_BY_THE_GROUP, "{report}");
 }
 

@@ -323,7 +323,10 @@ async fn a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back() {
     config.segment_silence = Some(Duration::from_secs(1));
     let trainer = StoreTransport::start(api.clone(), config).unwrap();
     assert_eq!(first.ask("put", "probe", 8, 0), "0");
-    let segments_of = |keys: &[&str]| api.segments(keys).unwrap().expect("the wheel can tell");
+    let segments_of = |keys: &[&str]| -> Vec<Vec<String>> {
+        let located = api.locate(keys).unwrap().expect("the wheel can tell").into_iter();
+        located.map(|replicas| replicas.iter().map(|r| r.segment.to_string()).collect()).collect()
+    };
     let first_segment = segments_of(&["probe"]).remove(0); // where else
     let second = Peer::start(master.address(), 64 * MIB);
     let ids: Vec<String> = (0..200).map(|i| format!("{i}")).collect();

@@ -165,11 +165,11 @@ async fn a_late_read_of_an_owner_that_answers_blames_nobody() {
     assert_eq!(late.kind(), ErrorKind::Timeout, "{late}");
     fetch(&transport, &described[0], Duration::from_secs(10)).await.unwrap();
     assert_eq!(transport.stats().silent_segments, 0);
-    let asked = cluster.calls().segments;
+    let asked = cluster.calls().located;
     for _ in 0..5 {
         fetch(&transport, &described[0], Duration::from_secs(10)).await.unwrap();
     }
-    assert_eq!(cluster.calls().segments, asked, "nobody is asked while all is well");
+    assert_eq!(cluster.calls().located, asked, "nobody is asked while all is well");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -6,12 +6,13 @@ use std::{
     time::Duration,
 };
 
+use mooncake_sys::SegmentReader;
 use transport_core::{ByteSize, Error, ErrorKind, Result, SessionName, Transport};
-use transport_mooncake_store::{StoreConfig, StoreTransport};
+use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
 
 use super::{Choice, DEFAULT_POOL, Finding};
 use crate::{
-    config::{Config, Master, MooncakeConfig},
+    config::{Config, Master, MooncakeConfig, StoreReads},
     mooncake,
 };
 
@@ -83,12 +84,97 @@ pub(crate) async fn start(
     pool: ByteSize,
 ) -> Result<StoreTransport> {
     let joining = tokio::task::spawn_blocking(move || {
+        let reader = reader(&config)?;
         let (api, _) = mooncake::join(&config, segment)?;
-        let mut settings = StoreConfig::default().pool(pool, pool);
-        settings.read_lease = Some(config.lease);
-        StoreTransport::start(api, settings)
+        StoreTransport::start_with(api, settings(&config, pool), reader)
     });
     joining.await.map_err(|e| {
         Error::new(ErrorKind::Unexpected, "join Mooncake Store", "joining panicked").source(e)
     })?
+}
+
+fn settings(config: &MooncakeConfig, pool: ByteSize) -> StoreConfig {
+    let mut settings = StoreConfig::default().pool(pool, pool);
+    settings.read_lease = Some(config.lease);
+    if !config.segments_are_sessions() {
+        settings.segment_silence = None; // nobody could be asked for a sign of life
+    }
+    if config.group_below.get() > 0 {
+        settings.layout = Layout::Grouped { below: config.group_below };
+    }
+    settings
+}
+
+/// What reads the memory of others, if it is not Mooncake's engine.
+fn reader(config: &MooncakeConfig) -> Result<Option<Arc<dyn SegmentReader>>> {
+    let why_not = if !cfg!(feature = "direct") {
+        Some("this build has no native tcp engine")
+    } else if config.protocol != "tcp" {
+        Some("the store's protocol is not tcp")
+    } else if !config.segments_are_sessions() {
+        Some("segments that a metadata server knows are not found by their names")
+    } else {
+        None
+    };
+    match (config.reads, why_not) {
+        (StoreReads::Mooncake, _) | (StoreReads::Auto, Some(_)) => Ok(None),
+        (StoreReads::Native, Some(why)) => {
+            Err(Error::new(ErrorKind::ConfigInvalid, "join Mooncake Store", why)
+                .with("setting", "mooncake_reads")
+                .remedy("set it to auto or mooncake"))
+        }
+        (StoreReads::Auto | StoreReads::Native, None) => Ok(native()),
+    }
+}
+
+#[cfg(feature = "direct")]
+fn native() -> Option<Arc<dyn SegmentReader>> {
+    use transport_mooncake_direct::{TcpEngine, TcpOptions};
+    Some(Arc::new(TcpEngine::new(TcpOptions::default())))
+}
+
+#[cfg(not(feature = "direct"))]
+fn native() -> Option<Arc<dyn SegmentReader>> {
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Settings;
+
+    fn config(set: &[(&str, &str)]) -> MooncakeConfig {
+        let mut settings = Settings::new();
+        set.iter().for_each(|&(name, text)| settings.set(name, text).unwrap());
+        MooncakeConfig::from_settings(&settings).unwrap()
+    }
+
+    #[test]
+    fn settings_of_the_store_follow_those_of_mooncake() {
+        let pool = ByteSize::mib(1);
+        let plain = settings(&config(&[("mooncake_lease", "3s")]), pool);
+        assert_eq!(plain.layout, Layout::PerTensor, "others read it");
+        assert_eq!(plain.read_lease, Some(Duration::from_secs(3)));
+        assert!(plain.segment_silence.is_some());
+        let grouped = settings(&config(&[("mooncake_group_below", "64KiB")]), pool);
+        assert_eq!(grouped.layout, Layout::Grouped { below: "64KiB".parse().unwrap() });
+        // With a metadata server no segment's name leads to its owner.
+        let served = settings(&config(&[("mooncake_metadata", "http://127.0.0.1:1/m")]), pool);
+        assert_eq!(served.segment_silence, None);
+    }
+
+    #[test]
+    fn reads_are_native_where_they_can_be_and_never_otherwise() {
+        let read = |set: &[(&str, &str)]| reader(&config(set)).map(|reader| reader.is_some());
+        let native = cfg!(feature = "direct");
+        assert_eq!(read(&[]).unwrap(), native);
+        assert!(!read(&[("mooncake_reads", "mooncake")]).unwrap());
+        for other in [("mooncake_protocol", "rdma"), ("mooncake_metadata", "http://127.0.0.1:1/m")]
+        {
+            assert!(!read(&[other]).unwrap());
+            let refused = read(&[other, ("mooncake_reads", "native")]).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::ConfigInvalid, "{refused}");
+            assert_eq!(refused.context("setting"), Some("mooncake_reads"));
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
-use transport_core::{Error, Result, SessionName, check_host};
+use transport_core::{ByteSize, Error, Result, SessionName, check_host};
 
 use super::{
     Problems, Settings, duration,
@@ -46,6 +46,41 @@ impl fmt::Display for Master {
     }
 }
 
+/// What reads the object memory of other processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StoreReads {
+    /// The native tcp engine where it can, else Mooncake's own.
+    #[default]
+    Auto,
+    /// The native tcp engine. An error where the protocol is another, or a metadata server is used.
+    Native,
+    /// Mooncake's own engine.
+    Mooncake,
+}
+
+impl FromStr for StoreReads {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match fold(text).as_str() {
+            "auto" => Ok(Self::Auto),
+            "native" => Ok(Self::Native),
+            "mooncake" => Ok(Self::Mooncake),
+            _ => Err(bad("no way to read", text).remedy("write auto, native or mooncake")),
+        }
+    }
+}
+
+impl fmt::Display for StoreReads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Native => "native",
+            Self::Mooncake => "mooncake",
+        })
+    }
+}
+
 /// How a process finds Mooncake and joins a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -70,6 +105,10 @@ pub struct MooncakeConfig {
     pub preload: Vec<PathBuf>,
     /// How long the master's read leases last.
     pub lease: Duration,
+    /// What reads the object memory of other processes.
+    pub reads: StoreReads,
+    /// Tensors of a sample below this size share one object; 0 for none.
+    pub group_below: ByteSize,
 }
 
 impl MooncakeConfig {
@@ -100,6 +139,8 @@ impl MooncakeConfig {
         let library = problems.note(settings.get("mooncake_library", path));
         let preload = problems.note(settings.get("mooncake_preload", paths));
         let lease = problems.note(settings.need("mooncake_lease", duration));
+        let reads = problems.note(settings.need("mooncake_reads", str::parse));
+        let group_below = problems.note(settings.need("mooncake_group_below", str::parse));
         problems.settle("configure")?;
         const NOTED: &str = "what is missing is a problem, and problems end this";
         Ok(Self {
@@ -113,7 +154,15 @@ impl MooncakeConfig {
             library: library.expect(NOTED),
             preload: preload.expect(NOTED).unwrap_or_default(),
             lease: lease.expect(NOTED),
+            reads: reads.expect(NOTED),
+            group_below: group_below.expect(NOTED),
         })
+    }
+
+    /// Whether the name of a segment is `host:port` of its owner's handshake.
+    #[cfg(feature = "store")]
+    pub(crate) fn segments_are_sessions(&self) -> bool {
+        self.metadata == "P2PHANDSHAKE"
     }
 
     /// The same settings as variables of the environment, for a process that is started.
@@ -133,6 +182,8 @@ impl MooncakeConfig {
             ("FEATURESTORE_MOONCAKE_LIBRARY", self.library.as_ref().map(path)),
             ("FEATURESTORE_MOONCAKE_PRELOAD", given(&preload.join(","))),
             ("FEATURESTORE_MOONCAKE_LEASE", Some(format!("{}ms", self.lease.as_millis()))),
+            ("FEATURESTORE_MOONCAKE_READS", Some(self.reads.to_string())),
+            ("FEATURESTORE_MOONCAKE_GROUP_BELOW", Some(self.group_below.get().to_string())),
         ]
         .into_iter()
         .filter_map(|(name, value)| Some((name, value?)))
@@ -174,6 +225,8 @@ mod tests {
             ("mooncake_library", "/l.so"),
             ("mooncake_preload", "/a.so,/b.so"),
             ("mooncake_lease", "1500ms"),
+            ("mooncake_reads", "Native"),
+            ("mooncake_group_below", "1MiB"),
         ] {
             settings.set(name, text).unwrap();
         }
@@ -187,13 +240,17 @@ mod tests {
     #[test]
     fn every_mistake_is_named() {
         let mut settings = Settings::new();
-        for (name, text) in
-            [("mooncake", "nowhere"), ("mooncake_lease", "soon"), ("mooncake_venv", " ")]
-        {
+        for (name, text) in [
+            ("mooncake", "nowhere"),
+            ("mooncake_lease", "soon"),
+            ("mooncake_venv", " "),
+            ("mooncake_reads", "somehow"),
+            ("mooncake_group_below", "small"),
+        ] {
             settings.set(name, text).unwrap();
         }
         let error = MooncakeConfig::from_settings(&settings).unwrap_err().to_string();
-        for part in ["3 problems", "mooncake", "mooncake_lease", "mooncake_venv"] {
+        for part in ["5 problems", "mooncake_lease", "mooncake_venv", "mooncake_reads", "group"] {
             assert!(error.contains(part), "{part}: {error}");
         }
         let mut settings = Settings::new();

@@ -40,6 +40,7 @@ table! {
         list_get = "PyList_GetItem": fn(Ref, isize) -> Ref;
         list_len = "PyList_Size": fn(Ref) -> isize;
         list_append = "PyList_Append": fn(Ref, Ref) -> c_int;
+        dict_get = "PyDict_GetItemWithError": fn(Ref, Ref) -> Ref;
         text_new = "PyUnicode_FromStringAndSize": fn(*const c_char, isize) -> Ref;
         text_get = "PyUnicode_AsUTF8AndSize": fn(Ref, *mut isize) -> *const c_char;
         unsigned_new = "PyLong_FromUnsignedLongLong": fn(c_ulonglong) -> Ref;

@@ -40,6 +40,8 @@ pub(super) enum Argument<'a, 'g> {
     Flag(bool),
     Texts(&'a mut dyn ExactSizeIterator<Item = &'a str>),
     Numbers(&'a mut dyn ExactSizeIterator<Item = u64>),
+    /// Lists of one number each.
+    Singles(&'a mut dyn ExactSizeIterator<Item = u64>),
     Object(Object<'g>),
 }
 
@@ -73,6 +75,13 @@ impl<'g> Gil<'g> {
         // SAFETY: the lock is held.
         let raw = unsafe { (self.table.unsigned_new)(number) };
         self.own(raw)
+    }
+
+    pub(super) fn texts<'t>(
+        self,
+        texts: &mut dyn ExactSizeIterator<Item = &'t str>,
+    ) -> Result<Object<'g>> {
+        self.list(&mut texts.map(|text| self.text(text)))
     }
 
     pub(super) fn flag(self, flag: bool) -> Result<Object<'g>> {
@@ -150,8 +159,11 @@ impl<'g> Object<'g> {
                 Argument::Text(text) => gil.text(text)?,
                 Argument::Number(number) => gil.number(number)?,
                 Argument::Flag(flag) => gil.flag(flag)?,
-                Argument::Texts(texts) => gil.list(&mut texts.map(|t| gil.text(t)))?,
+                Argument::Texts(texts) => gil.texts(texts)?,
                 Argument::Numbers(numbers) => gil.list(&mut numbers.map(|n| gil.number(n)))?,
+                Argument::Singles(numbers) => gil.list(
+                    &mut numbers.map(|n| gil.list(&mut std::iter::once(n).map(|n| gil.number(n)))),
+                )?,
                 Argument::Object(object) => object,
             };
             let item = item.into_raw();
@@ -228,6 +240,21 @@ impl<'g> Object<'g> {
             .collect()
     }
 
+    /// The value of this dict under a text; `None` if there is none.
+    pub(super) fn entry(&self, key: &str) -> Result<Option<Self>> {
+        let key = self.gil.text(key)?;
+        // SAFETY: the lock is held, and both objects live.
+        let raw = unsafe { (self.gil.table.dict_get)(self.raw.as_ptr(), key.raw.as_ptr()) };
+        let Some(raw) = NonNull::new(raw) else {
+            // SAFETY: the lock is held; the reference is borrowed and only compared.
+            let pending = unsafe { (self.gil.table.error_occurred)() };
+            return if pending.is_null() { Ok(None) } else { Err(self.gil.exception()) };
+        };
+        // SAFETY: the lock is held; makes the borrowed reference an owned one.
+        unsafe { (self.gil.table.inc_ref)(raw.as_ptr()) }
+        Ok(Some(Object { raw, gil: self.gil }))
+    }
+
     /// Adds an object to this list, unless an equal one is in it.
     pub(super) fn append_new(&self, item: &Self) -> Result<()> {
         let (list, item) = (self.raw.as_ptr(), item.raw.as_ptr());
@@ -240,6 +267,13 @@ impl<'g> Object<'g> {
             self.gil.done(code)?;
         }
         Ok(())
+    }
+
+    /// Another reference to the same object.
+    pub(super) fn share(&self) -> Self {
+        // SAFETY: the lock is held, and the object lives.
+        unsafe { (self.gil.table.inc_ref)(self.raw.as_ptr()) }
+        Object { raw: self.raw, gil: self.gil }
     }
 
     /// Makes the reference fit to leave the lock.

@@ -1,17 +1,17 @@
 //! `mooncake.store`.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use parking_lot::{RwLock, RwLockReadGuard};
-use transport_core::{Error, ErrorKind, Result};
+use transport_core::{Error, ErrorKind, RemoteAddr, Result};
 
 use super::{
     Interpreter, WheelOptions,
     object::{Argument as A, Gil, Object, Parked},
 };
 use crate::{
-    GetItem, KeyResults, ProviderInfo, PutItem, ReplicaPolicy, StoreApi, StoreCapabilities,
-    StoreCode, StoreSetup,
+    GetItem, KeyResults, ProviderInfo, PutItem, Replica, ReplicaPolicy, StoreApi,
+    StoreCapabilities, StoreCode, StoreSetup,
     store::{probe_master, setup_failed},
 };
 
@@ -48,7 +48,15 @@ impl WheelStore {
             let module = gil.import(c"mooncake.store")?;
             let class = module.attribute(c"MooncakeDistributedStore")?;
             let has = |name| class.attribute(name).is_ok();
-            let capabilities = StoreCapabilities::default().batch_remove(has(c"batch_remove"));
+            let sessions = [
+                c"batch_put_session_start",
+                c"batch_put_from_multi_buffer_ranges",
+                c"batch_put_session_end",
+                c"batch_put_session_revoke",
+            ];
+            let capabilities = StoreCapabilities::default()
+                .batch_remove(has(c"batch_remove"))
+                .put_new(has(c"batch_remove") && sessions.into_iter().all(has));
             let file = native_file(gil, &module)?;
             let info = interpreter.wheel().info(&file).store(capabilities);
             let client = class.call([])?;
@@ -109,17 +117,94 @@ fn native_file(gil: Gil<'_>, module: &Object<'_>) -> Result<String> {
     module.attribute(c"__file__")?.as_text()
 }
 
-/// Segments of an object's replicas in memory.
-fn segments_of(replicas: Object<'_>) -> Result<Option<Vec<String>>> {
-    let mut segments = Vec::new();
+/// An object's replicas in memory. `last` is the segment seen last, which the next is mostly in.
+fn replicas_of(replicas: &Object<'_>, last: &mut Arc<str>) -> Result<Vec<Replica>> {
+    let mut found = Vec::new();
     for replica in replicas.items()? {
-        if replica.method(c"is_memory_replica", [])?.as_number()? != 0 {
-            let memory = replica.method(c"get_memory_descriptor", [])?;
-            let buffer = memory.attribute(c"buffer_descriptor")?;
-            segments.push(buffer.attribute(c"transport_endpoint")?.as_text()?);
+        if replica.method(c"is_memory_replica", [])?.as_number()? == 0 {
+            continue;
+        }
+        let memory = replica.method(c"get_memory_descriptor", [])?;
+        let buffer = memory.attribute(c"buffer_descriptor")?;
+        let segment = buffer.attribute(c"transport_endpoint")?.as_text()?;
+        if **last != *segment {
+            *last = segment.into();
+        }
+        let number = |name| -> Result<u64> { Ok(buffer.attribute(name)?.as_number()? as u64) };
+        found.push(Replica {
+            segment: last.clone(),
+            address: RemoteAddr(number(c"buffer_address")?),
+            len: number(c"size")?,
+        });
+    }
+    Ok(found)
+}
+
+fn replicate_config(gil: Gil<'_>, policy: ReplicaPolicy) -> Result<Object<'_>> {
+    let config = gil.import(c"mooncake.store")?.method(c"ReplicateConfig", [])?;
+    config.set(c"replica_num", &gil.number(policy.replicas.max(1) as u64)?)?;
+    config.set(c"with_hard_pin", &gil.flag(policy.hard_pin)?)?;
+    Ok(config)
+}
+
+/// Writes and completes the objects whose sessions are open, and leaves nothing of those that fail.
+fn fill_sessions(
+    gil: Gil<'_>,
+    client: &Object<'_>,
+    items: &[PutItem<'_>],
+    open: &[usize],
+    results: &mut [Result<(), StoreCode>],
+) -> Result<()> {
+    let keys = |which: &[usize]| gil.texts(&mut which.iter().map(|&i| items[i].key));
+    let take_back = |which: &[usize]| {
+        // As far as possible: what is not complete the master gives up after a while by itself.
+        if let Ok(keys) = keys(which) {
+            drop(client.method(c"batch_put_session_revoke", [A::Object(keys.share())]));
+            drop(client.method(c"batch_remove", [A::Object(keys), A::Flag(true)]));
+        }
+    };
+    if open.is_empty() {
+        return Ok(());
+    }
+    let written = keys(open).and_then(|keys| {
+        let arguments = [
+            A::Object(keys),
+            A::Singles(&mut open.iter().map(|&i| items[i].start as u64)),
+            A::Singles(&mut open.iter().map(|&i| items[i].len as u64)),
+            A::Singles(&mut open.iter().map(|_| 0)), // offsets in the objects
+        ];
+        let written = client.method(c"batch_put_from_multi_buffer_ranges", arguments)?;
+        checked(written.as_numbers()?, open.len(), "put")
+    });
+    let written = written.inspect_err(|_| take_back(open))?;
+    let mut whole = Vec::with_capacity(open.len());
+    let mut failed = Vec::new();
+    for (&i, answer) in open.iter().zip(written) {
+        match StoreCode::count(answer) {
+            Ok(bytes) if bytes == items[i].len as u64 => whole.push(i),
+            other => {
+                results[i] = Err(other.err().unwrap_or(StoreCode::TRANSFER_FAIL));
+                failed.push(i);
+            }
         }
     }
-    Ok(Some(segments))
+    if !whole.is_empty() {
+        let ended = keys(&whole).and_then(|keys| {
+            let ended = client.method(c"batch_put_session_end", [A::Object(keys)])?;
+            checked(ended.as_numbers()?, whole.len(), "put")
+        });
+        let ended = ended.inspect_err(|_| take_back(open))?;
+        for (i, answer) in whole.into_iter().zip(ended) {
+            results[i] = StoreCode::check(answer);
+            if results[i].is_err() {
+                failed.push(i);
+            }
+        }
+    }
+    if !failed.is_empty() {
+        take_back(&failed);
+    }
+    Ok(())
 }
 
 fn checked(answers: Vec<i64>, expected: usize, operation: &'static str) -> Result<Vec<i64>> {
@@ -171,9 +256,7 @@ impl StoreApi for WheelStore {
         let items = Addresses(items);
         self.call("put", move |gil, client| {
             let items = items.items();
-            let config = gil.import(c"mooncake.store")?.method(c"ReplicateConfig", [])?;
-            config.set(c"replica_num", &gil.number(policy.replicas.max(1) as u64)?)?;
-            config.set(c"with_hard_pin", &gil.flag(policy.hard_pin)?)?;
+            let config = replicate_config(gil, policy)?;
             let arguments = [
                 A::Texts(&mut items.iter().map(|i| i.key)),
                 A::Numbers(&mut items.iter().map(|i| i.start as u64)),
@@ -183,6 +266,36 @@ impl StoreApi for WheelStore {
             let answers = client.method(c"batch_put_from", arguments)?.as_numbers()?;
             let answers = checked(answers, items.len(), "put")?;
             Ok(answers.into_iter().map(StoreCode::check).collect())
+        })
+    }
+
+    unsafe fn put_new(
+        &self,
+        items: &[PutItem<'_>],
+        policy: ReplicaPolicy,
+    ) -> Result<KeyResults<()>> {
+        if items.is_empty() {
+            return Ok(Vec::new());
+        }
+        if !self.info.store.put_new {
+            return Err(Error::new(ErrorKind::Unsupported, "put", "the wheel has no put sessions")
+                .remedy("install a newer wheel"));
+        }
+        let items = Addresses(items);
+        self.call("put", move |gil, client| {
+            let items = items.items();
+            let config = replicate_config(gil, policy)?;
+            let arguments = [
+                A::Texts(&mut items.iter().map(|i| i.key)),
+                A::Numbers(&mut items.iter().map(|i| i.len as u64)),
+                A::Object(config),
+            ];
+            let started = client.method(c"batch_put_session_start", arguments)?.as_numbers()?;
+            let started = checked(started, items.len(), "put")?;
+            let mut results: Vec<_> = started.into_iter().map(StoreCode::check).collect();
+            let open: Vec<usize> = (0..items.len()).filter(|&i| results[i].is_ok()).collect();
+            fill_sessions(gil, client, items, &open, &mut results)?;
+            Ok(results)
         })
     }
 
@@ -222,10 +335,23 @@ impl StoreApi for WheelStore {
         })
     }
 
-    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
-        self.call("find segments", |_, client| {
+    fn locate(&self, keys: &[&str]) -> Result<Option<Vec<Vec<Replica>>>> {
+        if keys.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        self.call("locate", |_, client| {
+            let mut last = Arc::from("");
+            if let Ok(lookup) = client.attribute(c"batch_get_replica_desc") {
+                let found = lookup.call([A::Texts(&mut keys.iter().copied())])?;
+                let of = |key: &&str| match found.entry(key)? {
+                    Some(replicas) => replicas_of(&replicas, &mut last),
+                    None => Ok(Vec::new()),
+                };
+                return keys.iter().map(of).collect::<Result<_>>().map(Some);
+            }
             let Ok(lookup) = client.attribute(c"get_replica_desc") else { return Ok(None) };
-            keys.iter().map(|key| lookup.call([A::Text(key)]).and_then(segments_of)).collect()
+            let of = |key: &&str| replicas_of(&lookup.call([A::Text(key)])?, &mut last);
+            keys.iter().map(of).collect::<Result<_>>().map(Some)
         })
     }
 

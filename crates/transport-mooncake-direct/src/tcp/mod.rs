@@ -12,6 +12,7 @@ mod handshake;
 mod lanes;
 mod peer;
 mod plan;
+mod segment;
 mod serve;
 mod server;
 mod window;

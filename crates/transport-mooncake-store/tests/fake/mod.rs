@@ -5,6 +5,8 @@
 //! comes, as a late peer would.
 #![allow(dead_code, unreachable_pub)] // shared by several test binaries
 
+pub mod reader;
+
 use std::{
     collections::{HashMap, VecDeque},
     sync::{
@@ -15,11 +17,11 @@ use std::{
 };
 
 use mooncake_sys::{
-    GetItem, KeyResults, ProviderInfo, ProviderKind, PutItem, ReplicaPolicy, StoreApi,
+    GetItem, KeyResults, ProviderInfo, ProviderKind, PutItem, Replica, ReplicaPolicy, StoreApi,
     StoreCapabilities, StoreCode,
 };
 use parking_lot::{Condvar, Mutex};
-use transport_core::{Error, ErrorKind, Result};
+use transport_core::{Error, ErrorKind, RemoteAddr, Result};
 
 const OK: i32 = 0;
 
@@ -63,7 +65,7 @@ pub struct Calls {
     pub remove: u64,
     pub remove_keys: u64,
     pub register: u64,
-    pub segments: u64,
+    pub located: u64,
 }
 
 /// Something to go wrong, once for each time it is scripted.
@@ -111,8 +113,16 @@ impl Cluster {
 
     /// A new client.
     pub fn client(self: &Arc<Self>) -> Arc<FakeStore> {
-        let info = ProviderInfo::new(ProviderKind::Other, "fake")
-            .store(StoreCapabilities::default().batch_remove(true));
+        self.client_that(StoreCapabilities::default().batch_remove(true))
+    }
+
+    /// A new client of a provider that can tell new objects from old ones.
+    pub fn client_with_sessions(self: &Arc<Self>) -> Arc<FakeStore> {
+        self.client_that(StoreCapabilities::default().batch_remove(true).put_new(true))
+    }
+
+    fn client_that(self: &Arc<Self>, can: StoreCapabilities) -> Arc<FakeStore> {
+        let info = ProviderInfo::new(ProviderKind::Other, "fake").store(can);
         Arc::new(FakeStore {
             cluster: self.clone(),
             info,
@@ -239,6 +249,67 @@ impl FakeStore {
         assert!(self.registered.lock().iter().any(holds), "payload in unregistered memory");
     }
 
+    /// Writes objects; a key that is taken answers `taken`.
+    ///
+    /// # Safety
+    /// That of [`StoreApi::put`].
+    unsafe fn write(
+        &self,
+        items: &[PutItem<'_>],
+        policy: ReplicaPolicy,
+        taken: std::result::Result<(), StoreCode>,
+    ) -> Result<KeyResults<()>> {
+        self.open("put")?;
+        let mut state = self.cluster.state.lock();
+        state.write_late();
+        state.calls.put += 1;
+        state.calls.put_keys += items.len() as u64;
+        state.call_fault("put")?;
+        Ok(items
+            .iter()
+            .map(|item| {
+                if item.len == 0 {
+                    return Err(StoreCode::INVALID_PARAMS);
+                }
+                self.must_be_registered(item.start as usize, item.len);
+                let fault = state.fault(|f| match f {
+                    Fault::Put(text, code) if item.key.contains(text) => Some(*code),
+                    Fault::PutHalf(text) if item.key.contains(text) => Some(OK),
+                    _ => None,
+                });
+                if let Some(code) = fault.filter(|code| *code != OK) {
+                    if code == StoreCode::OBJECT_ALREADY_EXISTS.0 {
+                        let object = Object {
+                            bytes: vec![0xAA; item.len],
+                            complete: true,
+                            hard_pinned: true,
+                            leased_until: Instant::now(),
+                        };
+                        state.objects.insert(item.key.into(), object); // another's, just now
+                    }
+                    return Err(StoreCode(code));
+                }
+                if state.objects.contains_key(item.key) {
+                    return taken; // and keeps the old value
+                }
+                let used: u64 = state.objects.values().map(|o| o.bytes.len() as u64).sum();
+                if used + item.len as u64 > state.capacity {
+                    return Err(StoreCode::NO_AVAILABLE_HANDLE);
+                }
+                // SAFETY: the contract of `put` keeps the source allocated and unwritten.
+                let bytes = unsafe { std::slice::from_raw_parts(item.start, item.len) };
+                let object = Object {
+                    bytes: bytes.to_vec(),
+                    complete: fault.is_none(),
+                    hard_pinned: policy.hard_pin && policy.replicas == 1,
+                    leased_until: Instant::now(),
+                };
+                state.objects.insert(item.key.into(), object);
+                Ok(())
+            })
+            .collect())
+    }
+
     pub fn registered_ranges(&self) -> usize {
         self.registered.lock().len()
     }
@@ -286,55 +357,18 @@ impl StoreApi for FakeStore {
     }
 
     unsafe fn put(&self, items: &[PutItem<'_>], policy: ReplicaPolicy) -> Result<KeyResults<()>> {
-        self.open("put")?;
-        let mut state = self.cluster.state.lock();
-        state.write_late();
-        state.calls.put += 1;
-        state.calls.put_keys += items.len() as u64;
-        state.call_fault("put")?;
-        Ok(items
-            .iter()
-            .map(|item| {
-                if item.len == 0 {
-                    return Err(StoreCode::INVALID_PARAMS);
-                }
-                self.must_be_registered(item.start as usize, item.len);
-                let fault = state.fault(|f| match f {
-                    Fault::Put(text, code) if item.key.contains(text) => Some(*code),
-                    Fault::PutHalf(text) if item.key.contains(text) => Some(OK),
-                    _ => None,
-                });
-                if let Some(code) = fault.filter(|code| *code != OK) {
-                    if code == StoreCode::OBJECT_ALREADY_EXISTS.0 {
-                        let object = Object {
-                            bytes: vec![0xAA; item.len],
-                            complete: true,
-                            hard_pinned: true,
-                            leased_until: Instant::now(),
-                        };
-                        state.objects.insert(item.key.into(), object); // another's, just now
-                    }
-                    return Err(StoreCode(code));
-                }
-                if state.objects.contains_key(item.key) {
-                    return Ok(()); // and keeps the old value
-                }
-                let used: u64 = state.objects.values().map(|o| o.bytes.len() as u64).sum();
-                if used + item.len as u64 > state.capacity {
-                    return Err(StoreCode::NO_AVAILABLE_HANDLE);
-                }
-                // SAFETY: the contract of `put` keeps the source allocated and unwritten.
-                let bytes = unsafe { std::slice::from_raw_parts(item.start, item.len) };
-                let object = Object {
-                    bytes: bytes.to_vec(),
-                    complete: fault.is_none(),
-                    hard_pinned: policy.hard_pin && policy.replicas == 1,
-                    leased_until: Instant::now(),
-                };
-                state.objects.insert(item.key.into(), object);
-                Ok(())
-            })
-            .collect())
+        // SAFETY: as the caller vouches.
+        unsafe { self.write(items, policy, Ok(())) }
+    }
+
+    unsafe fn put_new(
+        &self,
+        items: &[PutItem<'_>],
+        policy: ReplicaPolicy,
+    ) -> Result<KeyResults<()>> {
+        assert!(self.info.store.put_new, "only where the provider says so");
+        // SAFETY: as the caller vouches.
+        unsafe { self.write(items, policy, Err(StoreCode::OBJECT_ALREADY_EXISTS)) }
     }
 
     unsafe fn get(&self, items: &[GetItem<'_>]) -> Result<KeyResults<u64>> {
@@ -427,18 +461,30 @@ impl StoreApi for FakeStore {
         Ok(object.map(|o| o.bytes.len() as u64).ok_or(StoreCode::OBJECT_NOT_FOUND))
     }
 
-    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
-        self.open("segments")?;
+    fn locate(&self, keys: &[&str]) -> Result<Option<Vec<Vec<Replica>>>> {
+        self.open("locate")?;
         let mut state = self.cluster.state.lock();
-        state.calls.segments += 1;
+        state.calls.located += 1;
+        state.call_fault("locate")?;
         if state.segments.is_empty() {
             return Ok(None);
         }
-        let of = |key: &&str| {
-            let found = state.segments.iter().filter(|(text, _)| key.contains(text));
-            found.map(|(_, segment)| segment.clone()).collect()
+        let lease = state.lease;
+        let mut of = |key: &&str| {
+            let State { objects, segments, .. } = &mut *state;
+            let Some(object) = objects.get_mut(*key).filter(|o| o.complete) else {
+                return Vec::new();
+            };
+            object.leased_until = Instant::now() + lease; // as the real one does
+            let here = segments.iter().filter(|(text, _)| key.contains(text));
+            here.map(|(_, segment)| Replica {
+                segment: segment.as_str().into(),
+                address: RemoteAddr(object.bytes.as_ptr().expose_provenance() as u64),
+                len: object.bytes.len() as u64,
+            })
+            .collect()
         };
-        Ok(Some(keys.iter().map(of).collect()))
+        Ok(Some(keys.iter().map(&mut of).collect()))
     }
 
     fn remove(&self, keys: &[&str], force: bool) -> Result<KeyResults<()>> {

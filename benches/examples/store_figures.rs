@@ -2,7 +2,7 @@
 //! provider, turn by turn.
 //!
 //! ```text
-//! cargo xtask bench store, or FEATURESTORE_MOONCAKE_VENV=… cargo run --release -p transport-mooncake-store \
+//! cargo xtask bench store, or FEATURESTORE_MOONCAKE_VENV=… cargo run --release -p featurestore-benches \
 //!     --features mooncake-python --example store_figures -- [ROUNDS]
 //! ```
 //!
@@ -29,7 +29,7 @@ use std::{
 
 use indexmap::IndexMap;
 use mooncake_sys::{
-    StoreSetup,
+    SegmentReader, StoreSetup,
     master::{ManagedMaster, MasterOptions},
     python::{WheelOptions, WheelStore},
 };
@@ -37,6 +37,7 @@ use transport_core::{
     ByteSize, Destination, Dtype, FeatureName, FetchOptions, FetchRequest, Generation, Publication,
     PublishOptions, Ready, Result, SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
 };
+use transport_mooncake_direct::{TcpEngine, TcpOptions};
 use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
 
 const WARM_UP: usize = 2;
@@ -50,6 +51,7 @@ type Times = BTreeMap<(&'static str, &'static str, &'static str), Vec<f64>>;
 const BATCH: &str = "python, batch";
 const ONE_BY_ONE: &str = "python, one at a time";
 const RUST: &str = "rust";
+const ENGINE: &str = "rust, Mooncake's engine";
 const GROUPED: &str = "rust, grouped";
 const CALLS: [&str; 3] = ["put", "get", "remove"];
 
@@ -94,7 +96,7 @@ struct Python {
 impl Python {
     fn start(venv: &std::path::Path, master: &str, segment: u64) -> AnyResult<Self> {
         let mut child = Command::new(venv.join("bin/python"))
-            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/python/mooncake_store.py"))
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/python/mooncake_store.py"))
             .args([master, &segment.to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -243,19 +245,27 @@ async fn main() -> AnyResult<()> {
     let address = master.address().to_string();
     let _provider = Python::start(&venv, &address, SEGMENT)?;
     let mut python = Python::start(&venv, &address, 0)?;
-    let layouts =
-        [(RUST, Layout::PerTensor), (GROUPED, Layout::Grouped { below: ByteSize::mib(1) })];
+    let grouped = Layout::Grouped { below: ByteSize::mib(1) };
+    let contenders = [
+        (RUST, Layout::PerTensor, true),
+        (ENGINE, Layout::PerTensor, false),
+        (GROUPED, grouped, true),
+    ];
     let options = WheelOptions::at(&venv);
     let mut rust = Vec::new();
-    for (name, layout) in layouts {
+    for (name, layout, is_native) in contenders {
         let setup = StoreSetup::client("127.0.0.1", &address);
         let api = Arc::new(WheelStore::connect(&options, &setup)?);
         let pool = ByteSize::mib(512);
         let config = StoreConfig::default().layout(layout).pool(pool, pool);
-        let transport = StoreTransport::start(api, config)?;
+        let reader = || Arc::new(TcpEngine::new(TcpOptions::default())) as Arc<dyn SegmentReader>;
+        let transport = StoreTransport::start_with(api, config, is_native.then(reader))?;
         rust.push(Rust { name, transport });
     }
-    println!("{}; {rounds} rounds", rust[0].transport.info().engine);
+    for one in &rust {
+        println!("{}: {}", one.name, one.transport.info().engine);
+    }
+    println!("{rounds} rounds");
 
     let (mut times, mut outside) = (Times::new(), Times::new());
     for case in cases() {
@@ -329,7 +339,7 @@ fn percentile(values: &mut [f64], part: f64) -> f64 {
 fn print(case: &Case, times: &mut Times, outside: &mut Times) {
     let bytes: u64 = case.samples.iter().flatten().sum();
     for call in CALLS {
-        for who in [ONE_BY_ONE, BATCH, RUST, GROUPED] {
+        for who in [ONE_BY_ONE, BATCH, RUST, ENGINE, GROUPED] {
             let key = (case.name, call, who);
             let Some(seconds) = times.get_mut(&key) else { continue };
             let [low, median, high] = [0.1, 0.5, 0.9].map(|part| percentile(seconds, part));
@@ -341,7 +351,7 @@ fn print(case: &Case, times: &mut Times, outside: &mut Times) {
                 format!("   {:.3} ms outside of the call", percentile(seconds, 0.5) * 1e3)
             });
             println!(
-                "{:16} {call:6} {who:22} {:9.3} ms ({:.3} to {:.3}) {rate}{beside}",
+                "{:16} {call:6} {who:23} {:9.3} ms ({:.3} to {:.3}) {rate}{beside}",
                 case.name,
                 median * 1e3,
                 low * 1e3,

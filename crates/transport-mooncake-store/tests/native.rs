@@ -1,0 +1,187 @@
+//! Objects that are read without Mooncake's engine.
+
+mod fake;
+
+use std::{sync::Arc, time::Duration};
+
+use fake::{
+    Cluster, FakeStore,
+    reader::{FakeReader, Turn},
+};
+use transport_core::{
+    ByteSize, Descriptor, Destination, Dtype, ErrorKind, FeatureName, FetchOptions, FetchRequest,
+    Generation, Publication, PublishOptions, Ready, RegionSlice, Result, SampleId, SampleKey,
+    StoreId, Tensor, TensorMeta, Transport,
+};
+use transport_mooncake_store::{StoreConfig, StoreTransport};
+
+const LEN: u64 = 1000;
+
+struct Bed {
+    cluster: Arc<Cluster>,
+    _client: Arc<FakeStore>,
+    reader: Arc<FakeReader>,
+    transport: StoreTransport,
+}
+
+/// Objects called `a…` lie at one owner, `b…` at another, and `own…` in this process.
+fn bed_with(change: impl FnOnce(&mut StoreConfig)) -> Bed {
+    let cluster = Cluster::new();
+    cluster.set_segment("/a", "127.0.0.1:17".into());
+    cluster.set_segment("/b", "127.0.0.1:18".into());
+    cluster.set_segment("/own", "127.0.0.1:1".into());
+    let mut config = StoreConfig::default().pool(ByteSize::mib(16), ByteSize::mib(16));
+    config.backoff = Duration::from_millis(1);
+    config.segment_silence = None;
+    change(&mut config);
+    let (client, reader) = (cluster.client_with_sessions(), Arc::<FakeReader>::default());
+    let transport =
+        StoreTransport::start_with(client.clone(), config, Some(reader.clone())).unwrap();
+    Bed { cluster, _client: client, reader, transport }
+}
+
+fn bed() -> Bed {
+    bed_with(|_| {})
+}
+
+fn bytes_of(id: &str) -> Vec<u8> {
+    id.bytes().cycle().take(LEN as usize).collect()
+}
+
+impl Bed {
+    async fn publish(&self, ids: &[&str]) -> Vec<Arc<Descriptor>> {
+        let batch = ids.iter().map(|id| {
+            let meta = TensorMeta::new(Dtype::Uint8, [LEN]).unwrap();
+            let tensor = Tensor::new(meta, RegionSlice::copy_of(&bytes_of(id))).unwrap();
+            let sample = SampleId::new(*id).unwrap();
+            let sample = SampleKey::new(StoreId::new("s").unwrap(), sample, Generation(1));
+            let tensors = [(FeatureName::new("t").unwrap(), tensor)].into();
+            Publication::new(sample, tensors, Ready::Now)
+        });
+        let options = PublishOptions::default();
+        let described = self.transport.publish(batch.collect(), options).await.unwrap();
+        described.into_iter().map(Arc::new).collect()
+    }
+
+    /// Reads into the pool, and compares every byte.
+    async fn fetch(&self, described: &[Arc<Descriptor>]) -> Result<()> {
+        self.fetch_within(described, Duration::from_secs(20)).await
+    }
+
+    async fn fetch_within(&self, described: &[Arc<Descriptor>], within: Duration) -> Result<()> {
+        let request = |d: &Arc<Descriptor>| FetchRequest::new(d.clone(), Destination::Pool);
+        let requests = described.iter().map(request).collect();
+        let options = FetchOptions::default().deadline(within);
+        for fetched in self.transport.fetch(requests, options).await? {
+            let id = fetched.descriptor.sample.sample_id.as_str();
+            assert!(fetched.tensors[0].data.as_bytes().unwrap() == bytes_of(id), "{id} differs");
+        }
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn what_others_hold_is_read_from_them_and_the_rest_by_mooncake() {
+    let bed = bed();
+    let described = bed.publish(&["a1", "b1", "a2", "own", "nowhere"]).await;
+    bed.fetch(&described).await.unwrap();
+    let mut segments = bed.reader.segments.lock().clone();
+    segments.sort();
+    assert_eq!(segments, ["127.0.0.1:17", "127.0.0.1:18"], "one call an owner");
+    assert_eq!(bed.transport.stats().native_bytes, 3 * LEN);
+    let calls = bed.cluster.calls();
+    assert_eq!((calls.located, calls.get, calls.get_keys), (1, 1, 2), "the own one and nowhere");
+    assert_eq!(bed.transport.health().await.unwrap().host_payload_bytes, 10 * LEN);
+    bed.transport.close().await.unwrap();
+    assert!(bed.reader.closed.load(std::sync::atomic::Ordering::SeqCst));
+}
+
+#[tokio::test]
+async fn a_failed_read_is_tried_again_into_the_same_memory() {
+    let bed = bed();
+    let described = bed.publish(&["a1", "b1"]).await;
+    bed.reader.script([Turn::Fail(ErrorKind::PeerGone), Turn::Fail(ErrorKind::ShortRead)]);
+    bed.fetch(&described).await.unwrap();
+    let health = bed.transport.health().await.unwrap();
+    assert_eq!(health.quarantined_bytes, 0, "nothing can write it any more");
+    // Memory of the caller, too, which Mooncake's engine would have spoiled.
+    let own = bed.transport.take(LEN as usize).unwrap();
+    let address = own.address();
+    bed.reader.script([Turn::Fail(ErrorKind::PeerGone)]);
+    let request = FetchRequest::new(described[0].clone(), Destination::Into(vec![own]));
+    let fetched = bed.transport.fetch(vec![request], FetchOptions::default()).await.unwrap();
+    let data = &fetched[0].tensors[0].data;
+    assert_eq!((data.address(), data.as_bytes().unwrap()), (address, &bytes_of("a1")[..]));
+
+    bed.reader.script([Turn::Fail(ErrorKind::PeerGone); 4]);
+    let error = bed.fetch(&described[..1]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+    assert_eq!(error.context("attempts"), Some("4"), "{error}");
+    assert_eq!(error.context("key"), Some("s/a1/g1/t"), "{error}");
+}
+
+#[tokio::test]
+async fn an_owner_of_another_wire_is_left_to_mooncake_for_good() {
+    let bed = bed();
+    let described = bed.publish(&["a1", "b1"]).await;
+    bed.reader.script([Turn::Fail(ErrorKind::Unsupported), Turn::Fail(ErrorKind::Protocol)]);
+    for _ in 0..3 {
+        bed.fetch(&described).await.unwrap();
+    }
+    assert_eq!(bed.reader.calls(), 2);
+    assert_eq!(bed.cluster.calls().get_keys, 6);
+}
+
+#[tokio::test]
+async fn another_length_is_not_even_read() {
+    let bed = bed();
+    let described = bed.publish(&["a1"]).await;
+    for (len, kind) in [(LEN - 1, ErrorKind::ShortRead), (LEN + 1, ErrorKind::Corrupt)] {
+        bed.cluster.place("s/a1/g1/t", &vec![0; len as usize]);
+        let error = bed.fetch(&described).await.unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        assert_eq!(error.context("found"), Some(len.to_string().as_str()), "{error}");
+    }
+    bed.cluster.lose_everything();
+    let error = bed.fetch(&described).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    assert_eq!(bed.reader.calls(), 0);
+}
+
+#[tokio::test]
+async fn what_outlasts_its_lease_is_not_taken_for_data() {
+    let bed = bed_with(|config| config.read_lease = Some(Duration::from_millis(50)));
+    let described = bed.publish(&["a1"]).await;
+    let late = Turn::Slow(Duration::from_millis(60));
+    bed.reader.script([late]);
+    bed.fetch(&described).await.unwrap();
+    assert_eq!((bed.reader.calls(), bed.transport.stats().read_retries), (2, 1));
+    bed.reader.script([late; 4]);
+    let error = bed.fetch(&described).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
+}
+
+#[tokio::test]
+async fn an_owner_that_hangs_costs_the_deadline_and_no_memory() {
+    let bed = bed();
+    let described = bed.publish(&["a1", "b1"]).await;
+    bed.reader.script([Turn::Hang, Turn::Hang]);
+    let within = Duration::from_millis(200);
+    let error = bed.fetch_within(&described, within).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    bed.fetch(&described).await.unwrap();
+    let health = bed.transport.health().await.unwrap();
+    assert_eq!(health.quarantined_bytes, 0, "the read has ended");
+}
+
+#[tokio::test]
+async fn a_reader_needs_the_length_of_leases() {
+    let mut config = StoreConfig::default();
+    config.read_lease = None;
+    let (client, reader) = (Cluster::new().client(), Arc::<FakeReader>::default());
+    let error = StoreTransport::start_with(client, config, Some(reader)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConfigInvalid, "{error}");
+    assert_eq!(error.context("setting"), Some("read_lease"));
+    let bed = bed();
+    assert!(bed.transport.info().engine.ends_with("; reads by a fake reader"));
+}
