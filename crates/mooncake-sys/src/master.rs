@@ -34,6 +34,8 @@ pub struct MasterOptions {
     pub log: Option<PathBuf>,
     /// How long a read lease lasts; the master's own default (10 s in 0.3.13) if `None`.
     pub lease: Option<Duration>,
+    /// Further flags, such as `--client_ttl=60`.
+    pub flags: Vec<String>,
     /// How long it may take to become ready.
     pub startup: Duration,
 }
@@ -41,7 +43,13 @@ pub struct MasterOptions {
 impl MasterOptions {
     /// Starts this program.
     pub fn new(program: impl Into<PathBuf>) -> Self {
-        Self { program: program.into(), log: None, lease: None, startup: Duration::from_secs(30) }
+        Self {
+            program: program.into(),
+            log: None,
+            lease: None,
+            flags: Vec::new(),
+            startup: Duration::from_secs(30),
+        }
     }
 
     /// Looks for the program: in `environment` if given, else in those that `VIRTUAL_ENV` and
@@ -78,6 +86,13 @@ impl MasterOptions {
     #[must_use]
     pub fn log(mut self, path: impl Into<PathBuf>) -> Self {
         self.log = Some(path.into());
+        self
+    }
+
+    /// Adds a flag, such as `--client_ttl=60`.
+    #[must_use]
+    pub fn flag(mut self, flag: impl Into<String>) -> Self {
+        self.flags.push(flag.into());
         self
     }
 
@@ -130,6 +145,7 @@ impl ManagedMaster {
         if let Some(lease) = options.lease {
             command.arg(format!("--default_kv_lease_ttl={}", lease.as_millis()));
         }
+        command.args(&options.flags);
         match &options.log {
             Some(path) => {
                 let log = File::options().create(true).append(true).open(path);

@@ -8,6 +8,8 @@
 #[path = "../../mooncake-sys/tests/support/mod.rs"]
 mod support;
 
+mod lent;
+
 use std::{
     io::{BufRead, BufReader, Write},
     net::SocketAddr,
@@ -18,6 +20,7 @@ use std::{
 
 use async_trait::async_trait;
 use indexmap::IndexMap;
+use lent::Lent;
 use mooncake_sys::{
     StoreApi, StoreSetup,
     master::{ManagedMaster, MasterOptions},
@@ -144,9 +147,11 @@ impl Drop for Peer {
     }
 }
 
+/// Transports over the same two clients, one case after the other.
 #[derive(Debug)]
 struct Real {
-    master: SocketAddr,
+    publisher: Arc<dyn StoreApi>,
+    consumer: Arc<dyn StoreApi>,
 }
 
 #[async_trait]
@@ -155,10 +160,12 @@ impl Harness for Real {
         "store transport over a real store".into()
     }
 
-    async fn pair(&self, setup: &Setup) -> Result<Pair> {
-        let segment = (2 * setup.arena_bytes).max(64 * MIB);
-        let publisher: Arc<dyn Transport> = transport(self.master, segment, small());
-        Ok(Pair::new(publisher, transport(self.master, 0, small())))
+    async fn pair(&self, _: &Setup) -> Result<Pair> {
+        let lent = |api: &Arc<dyn StoreApi>, owns_memory| -> Result<Arc<dyn Transport>> {
+            let api = Lent::new(api.clone(), owns_memory);
+            Ok(Arc::new(StoreTransport::start(api, small())?))
+        };
+        Ok(Pair::new(lent(&self.publisher, true)?, lent(&self.consumer, false)?))
     }
 }
 
@@ -166,9 +173,11 @@ impl Harness for Real {
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 async fn the_conformance_suite_holds() {
     let master = support::master();
-    let harness = Real { master: master.address() };
-    // A pair takes two seconds to come and go, so cases that cannot apply are left out beforehand;
-    // tests/conformance.rs lists them.
+    let harness = Real {
+        publisher: client(master.address(), 512 * MIB),
+        consumer: client(master.address(), 0),
+    };
+    // Cases that cannot apply are left out beforehand; tests/conformance.rs lists them.
     let applies = |c: &&Case| c.needs.iter().all(|need| *need == Need::NoDeviceMemory);
     let cases: Vec<_> = cases().iter().filter(applies).collect();
     assert!(cases.len() >= 25, "only {} cases apply", cases.len());
@@ -178,7 +187,9 @@ async fn the_conformance_suite_holds() {
             Outcome::NotApplicable(why) => println!("{}: {why}", case.name),
             Outcome::Failed(why) => panic!("{}: {why}", case.name),
         }
+        assert_eq!(master.metric("master_key_count").unwrap(), 0.0, "{} leaves some", case.name);
     }
+    drop(harness);
     master.stop();
 }
 
@@ -316,7 +327,9 @@ async fn a_restarted_master_has_forgotten_and_says_so() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 async fn a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back() {
-    let master = support::master();
+    // Else the master forgets an owner, and what it holds, after ten seconds without a sign of life.
+    let options = MasterOptions::of_environment(&support::environment()).flag("--client_ttl=300");
+    let master = ManagedMaster::start(&options).unwrap();
     let mut first = Peer::start(master.address(), 64 * MIB);
     let api = client(master.address(), 0);
     let mut config = small().pool(ByteSize::mib(64), ByteSize::mib(64));
@@ -329,7 +342,7 @@ async fn a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back() {
     };
     let first_segment = segments_of(&["probe"]).remove(0); // where else
     let second = Peer::start(master.address(), 64 * MIB);
-    let ids: Vec<String> = (0..200).map(|i| format!("{i}")).collect();
+    let ids: Vec<String> = (0..80).map(|i| format!("{i}")).collect();
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
     let described = publish(&trainer, &ids, &[5000]).await;
     fetch(&trainer, &described).await.unwrap();
@@ -339,14 +352,15 @@ async fn a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back() {
     let lies_in_first: Vec<bool> =
         segments_of(&keys).iter().map(|segments| *segments == first_segment).collect();
     let in_first = lies_in_first.iter().filter(|is| **is).count();
-    assert!((10..190).contains(&in_first), "{in_first} of 200 in the first segment");
+    assert!((10..70).contains(&in_first), "{in_first} of 80 in the first segment");
 
     first.signal(rustix::process::Signal::STOP);
-    let (start, deadline) = (Instant::now(), Duration::from_secs(2));
+    let deadline = Duration::from_secs(2);
     let (mut late, mut refused) = (0, 0);
     for (i, sample) in described.iter().enumerate() {
         let request = FetchRequest::new(sample.clone(), Destination::Pool);
         let options = FetchOptions::default().deadline(deadline);
+        let start = Instant::now();
         match trainer.fetch(vec![request], options).await {
             Ok(_) => assert!(!lies_in_first[i]),
             Err(error) if error.kind() == ErrorKind::Timeout => late += 1,
@@ -356,14 +370,12 @@ async fn a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back() {
                     (ErrorKind::PeerGone, true),
                     "{error}"
                 );
+                assert!(start.elapsed() < deadline, "refused at once: {:?}", start.elapsed());
                 refused += 1;
             }
         }
     }
-    let took = start.elapsed();
-    println!("{late} late, {refused} refused, all in {took:?}");
-    assert_eq!((late, refused), (1, in_first - 1));
-    assert!(took < Duration::from_secs(8), "{took:?}");
+    assert_eq!((late, refused), (1, in_first - 1), "one waits, for all");
     let health = trainer.health().await.unwrap();
     assert_eq!(health.quarantined_bytes, 5000, "Mooncake still waits to fill it");
 
@@ -375,7 +387,7 @@ async fn a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back() {
     }
     tokio::time::sleep(Duration::from_secs(1)).await; // the silence is over
     fetch(&trainer, &described).await.unwrap();
-    assert_eq!(trainer.release(releases(&described)).await.unwrap().released, 200);
+    assert_eq!(trainer.release(releases(&described)).await.unwrap().released, 80);
     trainer.close().await.unwrap();
     drop((first, second));
     master.stop();
@@ -386,28 +398,29 @@ async fn a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 async fn what_is_read_after_its_lease_is_never_taken_for_data() {
-    let lease = Duration::from_millis(15);
+    let lease = Duration::from_millis(40);
     let options = MasterOptions::of_environment(&support::environment()).lease(lease);
     let master = ManagedMaster::start(&options).unwrap();
-    let owner = Peer::start(master.address(), 160 * MIB);
+    let owner = Peer::start(master.address(), 320 * MIB);
     let publisher = transport(master.address(), 0, small());
     let mut config = small().pool(ByteSize::mib(1024), ByteSize::mib(1024));
     config.read_lease = Some(lease);
     config.read_attempts = 2;
     let reader = transport(master.address(), 0, config);
     // The large object outlasts its lease on any machine, the small one seldom does.
-    let lens = [64 * MIB, 64 << 10];
+    let lens = [128 * MIB, 4 << 10];
     let thief = client(master.address(), 0);
     let described = publish(&publisher, &["victim"], &lens).await;
     let keys: Vec<String> = described[0].keys().map(|key| key.to_string()).collect();
     let (mut good, mut refused, mut stolen) = (0, 0, 0);
     let mut small_one = false;
-    let end = Instant::now() + Duration::from_secs(6);
-    while Instant::now() < end {
+    // Until everything that the test is about has happened several times, on whatever machine.
+    let end = Instant::now() + Duration::from_secs(60);
+    while (good < 3 || refused < 3 || stolen < 3) && Instant::now() < end {
         let (theft, thieving) = (thief.clone(), keys.clone());
         let theft = tokio::task::spawn_blocking(move || {
             let keys: Vec<&str> = thieving.iter().map(String::as_str).collect();
-            let end = Instant::now() + Duration::from_millis(60);
+            let end = Instant::now() + 4 * lease;
             let mut taken = 0;
             while Instant::now() < end && taken == 0 {
                 taken += theft.remove(&keys, false).unwrap().iter().filter(|r| r.is_ok()).count();
@@ -417,8 +430,8 @@ async fn what_is_read_after_its_lease_is_never_taken_for_data() {
         let filling = async {
             tokio::time::sleep(Duration::from_millis(20)).await;
             // Other bytes, in the place of what was taken.
-            let meta = TensorMeta::new(Dtype::Uint8, [65 * MIB]).unwrap();
-            let data = RegionSlice::copy_of(&vec![0xEE; 65 << 20]);
+            let meta = TensorMeta::new(Dtype::Uint8, [129 * MIB]).unwrap();
+            let data = RegionSlice::copy_of(&vec![0xEE; 129 << 20]);
             let tensors = [(FeatureName::new("x").unwrap(), Tensor::new(meta, data).unwrap())];
             let filler = Publication::new(sample("filler"), tensors.into(), Ready::Now);
             let options = PublishOptions::default().deadline(Duration::from_millis(200));
