@@ -7,6 +7,9 @@
 #[allow(dead_code, unreachable_pub)] // shared with the tests of the command line
 #[path = "cli/common.rs"]
 mod common;
+#[cfg(feature = "mooncake")]
+#[path = "../../mooncake-sys/tests/support/mod.rs"]
+mod support;
 
 use std::{
     path::{Path, PathBuf},
@@ -67,6 +70,11 @@ fn number(report: &Value, field: &str) -> u64 {
 
 /// Every byte is accounted for, by the servers and by the master.
 fn check(report: &Value, samples: u64) {
+    check_of(report, samples, 4); // one a tensor
+}
+
+/// The same, with so many objects a sample.
+fn check_of(report: &Value, samples: u64, objects: u64) {
     assert_eq!(report["transport"], "store");
     assert_eq!(number(report, "samples"), samples);
     assert_eq!(number(report, "bytes"), number(report, "tokens") * (4 * 256 * 2 + 16));
@@ -80,7 +88,7 @@ fn check(report: &Value, samples: u64) {
     assert!(servers.iter().all(|s| number(s, "registrations") == 1), "{report}");
     assert_eq!(number(report, "registrations_while_running"), 0);
     let store = &report["mooncake"];
-    assert_eq!(number(store, "written_objects"), 4 * samples, "one a tensor");
+    assert_eq!(number(store, "written_objects"), objects * samples, "{report}");
     assert_eq!((number(store, "objects"), number(store, "allocated_bytes")), (0, 0), "{report}");
     assert_eq!(number(store, "evicted_objects"), 0);
     assert_eq!(number(store, "capacity_bytes"), 256 << 20);
@@ -122,11 +130,41 @@ fn the_main_job_runs_over_a_store_that_is_there() {
     let admin = master.admin().address().to_string();
     let arguments = [&arguments[..], &[admin.as_str()]].concat();
     let address = master.address().to_string();
-    let ended = Process::start(over_store(&arguments, &address, folder.path())).end(JOB);
-    assert!(ended.status.success(), "{}", ended.stderr);
-    check(&serde_json::from_str(&ended.stdout).expect("one object"), 12);
+    for (settings, objects) in [
+        (&[][..], 4),
+        (&["--mooncake-reads", "mooncake"], 4),
+        (&["--mooncake-group-below", "1GiB"], 1),
+    ] {
+        let arguments = [&arguments[..], settings].concat();
+        let ended = Process::start(over_store(&arguments, &address, folder.path())).end(JOB);
+        assert!(ended.status.success(), "{settings:?}: {}", ended.stderr);
+        check_of(&serde_json::from_str(&ended.stdout).expect("one object"), 12, objects);
+    }
     assert!(master.metric("master_key_count").is_ok(), "it is left running");
     master.stop();
+}
+
+#[cfg(feature = "mooncake")]
+#[test]
+#[ignore = "needs a Mooncake venv and FEATURESTORE_STORE_LIBRARY_DIR, a directory with \
+            libmooncake_store.so below mooncake/ and libcudart.so.13: cargo xtask mooncake-venv"]
+fn the_main_job_runs_through_the_c_library() {
+    let root = std::env::var_os("FEATURESTORE_STORE_LIBRARY_DIR").expect("names the directory");
+    let root = Path::new(&root);
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let logs_in = tempfile::tempdir().expect("a temporary folder");
+    let preload = [support::stub_cuda(folder.path()), root.join("libcudart.so.13")];
+    let preload = preload.map(|path| path.display().to_string()).join(",");
+    let arguments = [&SMALL[..], &["--samples", "24", "--json"]].concat();
+    let mut command = over_store(&arguments, "managed", logs_in.path());
+    command.args(["--mooncake-preload", &preload, "--mooncake-library"]);
+    command.arg(root.join("mooncake/libmooncake_store.so"));
+    let ended = Process::start(command).end(JOB);
+    assert!(ended.status.success(), "{}", ended.stderr);
+    let report: Value = serde_json::from_str(&ended.stdout).expect("one object");
+    check(&report, 24);
+    let reasons = report["transport_reasons"].to_string();
+    assert!(reasons.contains("C library: ") && reasons.contains("its file is named"), "{reasons}");
 }
 
 #[test]
