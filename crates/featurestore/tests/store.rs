@@ -124,24 +124,23 @@ fn the_main_job_runs_over_a_store_of_its_own() {
 #[test]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 fn the_main_job_runs_over_a_store_that_is_there() {
-    let master = master();
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let arguments = [&SMALL[..], &["--samples", "12", "--json", "--mooncake-admin"]].concat();
-    let admin = master.admin().address().to_string();
-    let arguments = [&arguments[..], &[admin.as_str()]].concat();
-    let address = master.address().to_string();
     for (settings, objects) in [
         (&[][..], 4),
         (&["--mooncake-reads", "mooncake"], 4),
         (&["--mooncake-group-below", "1GiB"], 1),
     ] {
-        let arguments = [&arguments[..], settings].concat();
+        let master = master();
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let admin = master.admin().address().to_string();
+        let common = ["--samples", "12", "--json", "--mooncake-admin", admin.as_str()];
+        let arguments = [&SMALL[..], &common, settings].concat();
+        let address = master.address().to_string();
         let ended = Process::start(over_store(&arguments, &address, folder.path())).end(JOB);
         assert!(ended.status.success(), "{settings:?}: {}", ended.stderr);
         check_of(&serde_json::from_str(&ended.stdout).expect("one object"), 12, objects);
+        assert!(master.metric("master_key_count").is_ok(), "it is left running");
+        master.stop();
     }
-    assert!(master.metric("master_key_count").is_ok(), "it is left running");
-    master.stop();
 }
 
 #[cfg(feature = "mooncake")]

@@ -21,13 +21,24 @@
 //! - It cannot tell two lives of a key apart. Within this process an older descriptor is recognised
 //!   by its sequence number; across processes it is not, so
 //!   [`Capabilities::staleness_checked`](transport_core::Capabilities::staleness_checked) is false.
-//! - It never overwrites: writing an existing key succeeds and keeps the old value. So a publish
-//!   looks before it writes, and again afterwards. Two *processes* that publish one key at the same
-//!   moment are not told apart.
+//! - It never overwrites. Where the provider has put sessions
+//!   ([`StoreCapabilities::put_new`](mooncake_sys::StoreCapabilities::put_new): the wheel), the write
+//!   itself says that a key is taken. Elsewhere (the C library) writing an existing key succeeds and
+//!   keeps the old value: there a publish looks before it writes, and again afterwards, and two
+//!   *processes* that publish one key at the same moment are not told apart.
 //! - It has no holds: a forced removal takes an object away under a reader, whose read then fails.
 //!   Only [`release`](transport_core::Transport::release) and a publish with `replace` remove.
-//! - Nothing is ever cancelled: memory of a read that failed half-way is quarantined until the
+//! - Mooncake's engine never cancels: memory of a read that failed half-way is quarantined until the
 //!   client is closed.
+//!
+//! # Reads past Mooncake's engine
+//! With a [`SegmentReader`](mooncake_sys::SegmentReader) ([`StoreTransport::start_with`]) the master
+//! says where an object lies and grants the lease, and the bytes come from the owner of its segment
+//! over the reader's own wire. What has taken longer than the lease is read again, as ever. Left to
+//! Mooncake are objects in this process's own segment, and in segments whose owners turn out to speak
+//! another wire, with a warning. The native tcp engine (`transport_mooncake_direct::TcpEngine`) is
+//! such a reader: it moves large objects about twice as fast as Mooncake's, and the memory of a read
+//! that failed is free again at once.
 //!
 //! # Grouped layout
 //! [`Layout::Grouped`] puts the small tensors of a sample into one object, `…/g{gen}/@small`, and

@@ -31,7 +31,11 @@ pub(super) fn probe(config: &MooncakeConfig) -> Finding {
             reach(address).map_err(|error| format!("{}, but {error}", found.reason))?
         }
     };
-    Ok(format!("{}; {where_}; one copy", found.reason))
+    let reads = match reader(config).map_err(|error| error.to_string())? {
+        Some(reader) => reader.name().to_owned(),
+        None => "Mooncake's engine".to_owned(),
+    };
+    Ok(format!("{}; {where_}; one copy, read by {reads}", found.reason))
 }
 
 /// Whether anything listens at the master's address. Others than `host:port` are taken as they are.
