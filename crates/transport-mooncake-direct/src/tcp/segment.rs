@@ -26,12 +26,12 @@ impl SegmentReader for TcpEngine {
         let op = |SegmentRead { address, dst }| ReadOp::new(address, dst);
         let mut ops: Vec<ReadOp> = reads.into_iter().map(op).collect();
         let options = ReadOptions::default().deadline(deadline).stop(stop.clone());
-        let result = TcpEngine::read(self, segment, &mut ops, &options);
+        let result = Self::read(self, segment, &mut ops, &options);
         let read = |ReadOp { address, dst, .. }| SegmentRead { address, dst };
         (ops.into_iter().map(read).collect(), result)
     }
 
     fn close(&self) {
-        TcpEngine::close(self);
+        Self::close(self);
     }
 }
