@@ -148,6 +148,10 @@ struct PipelineArgs {
     /// Samples a second that all servers together capture at most, such as 67.3.
     #[arg(long, value_parser = rate)]
     server_rate: Option<f64>,
+    /// File in which the trainer durably records what is trained, before anything is freed; it must
+    /// be new, and stays after the run. Temporary if not given.
+    #[arg(long, value_name = "PATH")]
+    ledger: Option<PathBuf>,
     /// Longest synthetic prompt, in tokens.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     max_length: u32,
@@ -256,6 +260,8 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.style.ingest_batch = args.ingest_batch as usize;
     options.preset = args.preset;
     options.server_rate = args.server_rate;
+    options.ledger.clone_from(&args.ledger);
+    options.token = config.token;
     let report = runtime(2, 8)?.block_on(pipeline::run(&options))?;
     if args.json {
         let json = serde_json::to_string(&report)

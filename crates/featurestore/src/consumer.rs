@@ -1,7 +1,12 @@
 //! Reads samples ahead of the training loop, in order.
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
+use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId};
 
@@ -16,6 +21,9 @@ use crate::{
 pub struct ConsumerOptions {
     /// Samples that are read at a time, ahead of the training loop. Default: 4.
     pub in_flight: usize,
+    /// Bytes that are read ahead at most; one sample always is. For pools that have no room for
+    /// `in_flight` of the largest. Default: no bound.
+    pub max_bytes: Option<u64>,
     /// Longest time of one reading. Default: 30 seconds.
     pub deadline: Duration,
     /// What samples must look like; none checks nothing.
@@ -24,7 +32,7 @@ pub struct ConsumerOptions {
 
 impl Default for ConsumerOptions {
     fn default() -> Self {
-        Self { in_flight: 4, deadline: Duration::from_secs(30), layout: None }
+        Self { in_flight: 4, max_bytes: None, deadline: Duration::from_secs(30), layout: None }
     }
 }
 
@@ -44,12 +52,55 @@ pub struct Consumer {
     options: ConsumerOptions,
     waiting: VecDeque<Arc<Descriptor>>,
     reading: VecDeque<(Arc<Descriptor>, JoinHandle<Result<Leased>>)>,
+    bytes: u64, // of what is being read
+    active: Arc<Mutex<Active>>,
 }
+
+/// Time during which anything was being read.
+#[derive(Debug, Default)]
+struct Active {
+    readings: usize,
+    since: Option<Instant>,
+    total: Duration,
+}
+
+/// One reading, for as long as it lives.
+struct Reading(Arc<Mutex<Active>>);
+
+impl Reading {
+    fn begin(active: &Arc<Mutex<Active>>) -> Self {
+        let mut now = active.lock();
+        now.readings += 1;
+        now.since.get_or_insert_with(Instant::now);
+        drop(now);
+        Self(active.clone())
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        let mut active = self.0.lock();
+        active.readings -= 1;
+        if active.readings == 0 {
+            let since = active.since.take().expect("set by the first reading");
+            active.total += since.elapsed();
+        }
+    }
+}
+
+/// Pause between two looks whether a full pool has room.
+const FULL: Duration = Duration::from_millis(1);
 
 impl Consumer {
     /// Reads through `samples`. Must be used within a tokio runtime.
     pub fn new(samples: Arc<Samples>, options: ConsumerOptions) -> Self {
-        Self { samples, options, waiting: VecDeque::new(), reading: VecDeque::new() }
+        let (waiting, reading) = (VecDeque::new(), VecDeque::new());
+        Self { samples, options, waiting, reading, bytes: 0, active: Arc::default() }
+    }
+
+    /// Time during which samples were being read; waits for room are not in it.
+    pub fn active(&self) -> Duration {
+        self.active.lock().total
     }
 
     /// Hands samples over; those that fit into the bound are read from now on.
@@ -79,32 +130,67 @@ impl Consumer {
     }
 
     fn start(&mut self) {
+        let most = self.options.max_bytes.unwrap_or(u64::MAX);
         while self.reading.len() < self.options.in_flight.max(1) {
-            let Some(sample) = self.waiting.pop_front() else { return };
-            let (samples, deadline) = (self.samples.clone(), self.options.deadline);
-            let wanted = sample.clone();
-            let reading = tokio::spawn(async move {
-                samples.adopt(std::slice::from_ref(&wanted)).await?;
-                samples.get(&wanted, deadline).await
-            });
+            let Some(sample) = self.waiting.front() else { return };
+            let bytes = self.bytes.saturating_add(sample.nbytes());
+            if bytes > most && !self.reading.is_empty() {
+                return;
+            }
+            let sample = self.waiting.pop_front().expect("looked at above");
+            self.bytes = bytes;
+            let reading = self.read(&sample, Duration::ZERO);
             self.reading.push_back((sample, reading));
         }
+    }
+
+    fn read(&self, sample: &Arc<Descriptor>, pause: Duration) -> JoinHandle<Result<Leased>> {
+        let (samples, deadline) = (self.samples.clone(), self.options.deadline);
+        let (sample, active) = (sample.clone(), self.active.clone());
+        tokio::spawn(async move {
+            if !pause.is_zero() {
+                tokio::time::sleep(pause).await;
+            }
+            samples.adopt(std::slice::from_ref(&sample)).await?;
+            let _reading = Reading::begin(&active);
+            samples.get(&sample, deadline).await
+        })
     }
 
     /// The next sample, in order; none if nothing was handed over.
     ///
     /// # Errors
-    /// What makes going on senseless: bytes that are not what was described, a closed store. The
-    /// sample stays with the caller's books; nothing is leased for it.
+    /// What makes going on senseless: bytes that are not what was described, a closed store, a
+    /// receive pool that stays full for as long as one reading may take. The sample stays with the
+    /// caller's books; nothing is leased for it.
     pub async fn next(&mut self) -> Result<Option<Materialized>> {
-        let Some((sample, reading)) = self.reading.front_mut() else { return Ok(None) };
-        let outcome = reading.await; // a dropped future leaves the reading where it is
-        let id = sample.sample.sample_id.clone();
-        self.reading.pop_front();
+        let mut end = None;
+        let outcome = loop {
+            let Some((_, reading)) = self.reading.front_mut() else { return Ok(None) };
+            // A dropped future leaves the reading where it is.
+            let outcome = reading.await.map_err(|e| {
+                Error::new(ErrorKind::Unexpected, "materialize", "reading panicked").source(e)
+            });
+            match outcome.and_then(|outcome| outcome) {
+                Err(error)
+                    if error.kind() == ErrorKind::CapacityExceeded
+                        && error.is_temporary()
+                        && Instant::now()
+                            < *end
+                                .get_or_insert_with(|| Instant::now() + self.options.deadline) =>
+                {
+                    let sample = self.reading[0].0.clone();
+                    self.reading[0].1 = self.read(&sample, FULL);
+                    // Those behind must not keep the room that this one needs.
+                    self.give_back_followers().await;
+                }
+                outcome => break outcome,
+            }
+        };
+        let (sample, _) = self.reading.pop_front().expect("it was read");
+        self.bytes -= sample.nbytes();
         self.start();
-        let outcome = outcome.map_err(|e| {
-            Error::new(ErrorKind::Unexpected, "materialize", "reading panicked").source(e)
-        })?;
+        let id = sample.sample.sample_id.clone();
         match outcome {
             Ok(leased) => Ok(Some(Materialized::Ready(leased))),
             Err(error) => match error.kind() {
@@ -115,6 +201,21 @@ impl Consumer {
                 | ErrorKind::Timeout => Ok(Some(Materialized::Lost(id, error))),
                 _ => Err(error),
             },
+        }
+    }
+
+    /// Ends the readings behind the first; they are begun again later.
+    async fn give_back_followers(&mut self) {
+        while let [_, .., (_, reading)] = self.reading.make_contiguous() {
+            let outcome = reading.await; // a dropped future leaves the reading where it is
+            let (sample, _) = self.reading.pop_back().expect("it was read");
+            self.bytes -= sample.nbytes();
+            self.waiting.push_front(sample);
+            if let Ok(Ok(leased)) = outcome {
+                let token = leased.token.clone();
+                drop(leased);
+                self.samples.release(&token).await;
+            }
         }
     }
 
@@ -233,6 +334,7 @@ mod tests {
         };
         let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
         consumer.reading.push_back((all[0].clone(), reading));
+        consumer.bytes += all[0].nbytes();
         consumer.waiting.extend(all[1..].iter().cloned());
         let start = Instant::now();
         let left = consumer.close(Duration::from_millis(100)).await;

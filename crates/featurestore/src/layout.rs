@@ -116,9 +116,9 @@ impl FromStr for Strategy {
 pub struct Layout {
     /// The way that is trained.
     pub strategy: Strategy,
-    /// Width of one layer's hidden state.
+    /// Width of one layer's hidden state; 0 if it is not known.
     pub hidden: u64,
-    /// Layers that are captured, in order.
+    /// Layers that are captured, in order; none if they are not known.
     pub layers: Vec<i64>,
     /// Element type of hidden states. Default: bfloat16.
     pub dtype: Dtype,
@@ -148,6 +148,11 @@ impl Layout {
         Ok(Self { strategy, hidden, layers, dtype: Dtype::Bfloat16 })
     }
 
+    /// Only the tensors' names and lengths: for samples that are moved and not trained on.
+    pub fn names_of(strategy: Strategy) -> Self {
+        Self { strategy, hidden: 0, layers: Vec::new(), dtype: Dtype::Bfloat16 }
+    }
+
     /// EAGLE3's usual layers of a model with `layers` layers.
     pub fn eagle_layers(layers: i64) -> Vec<i64> {
         vec![1, layers / 2 - 1, layers - 4]
@@ -157,7 +162,8 @@ impl Layout {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] for a prompt without tokens, a mask of another length or with
-    /// other numbers than 0 and 1, or too little to supervise. A mask is never made up.
+    /// other numbers than 0 and 1, or too little to supervise, unless only names are known. A mask
+    /// is never made up.
     pub fn request(
         &self,
         sample: SampleKey,
@@ -181,7 +187,7 @@ impl Layout {
             return Err(refuse("the loss mask holds other numbers than 0 and 1"));
         }
         let most = loss_mask.split(|&mark| mark == 0).map(<[i64]>::len).max().unwrap_or(0);
-        if most < self.strategy.supervised() {
+        if most < self.strategy.supervised() && self.hidden > 0 {
             return Err(refuse("too few supervised tokens in a row")
                 .with("expected", self.strategy.supervised())
                 .with("found", most));
@@ -221,6 +227,7 @@ impl Layout {
                 .with("found", named(&found)));
         }
         match &sample.aux_layer_ids {
+            _ if self.hidden == 0 => {}
             Some(layers) if *layers == self.layers => {}
             Some(layers) => {
                 return Err(wrong("the hidden states come from other layers")
@@ -237,6 +244,9 @@ impl Layout {
         let [1, tokens] = *ids.shape() else {
             return Err(wrong("input_ids is not one row").with("found", ids));
         };
+        if self.hidden == 0 {
+            return Ok(tokens); // the lengths were compared with the request's
+        }
         let width = self.hidden * self.layers.len() as u64;
         for name in expected {
             let meta = if name == self.strategy.aux() {
@@ -257,7 +267,7 @@ impl Layout {
         Ok(tokens)
     }
 
-    /// Bytes of one sample of `tokens` tokens.
+    /// Bytes of one sample of `tokens` tokens, as far as they are known.
     pub fn bytes(&self, tokens: u64) -> u64 {
         let last = u64::from(self.strategy.last_hidden().is_some());
         let hidden = (self.layers.len() as u64 + last) * self.hidden * self.dtype.size();

@@ -150,13 +150,17 @@ impl Authority {
         if self.waiting.len() < quantum {
             return Ok(None);
         }
+        Ok(Some(self.hand_out(quantum)))
+    }
+
+    fn hand_out(&mut self, samples: usize) -> Window {
         let mut window: Window = vec![Vec::with_capacity(self.per_rank); self.ranks];
-        for (i, sample) in self.waiting.drain(..quantum).enumerate() {
+        for (i, sample) in self.waiting.drain(..samples).enumerate() {
             self.out.insert(sample.sample_id.clone());
             window[i % self.ranks].push(sample);
         }
-        self.stats.dispatched += quantum as u64;
-        Ok(Some(window))
+        self.stats.dispatched += samples as u64;
+        window
     }
 
     /// Reads what is new in the channel; how many lines there were.
@@ -221,6 +225,17 @@ impl Authority {
     /// Nothing is handed out and unacknowledged.
     pub fn idle(&self) -> bool {
         self.out.is_empty()
+    }
+
+    /// Hands out the samples at the end that fill no window as a smaller one, for runs whose last
+    /// step may be smaller than the others; none if there is nothing left. Ranks may get different
+    /// numbers of samples.
+    pub fn last_window(&mut self) -> Result<Option<Window>> {
+        if !self.ended() {
+            return Err(Error::new(ErrorKind::InvalidInput, "end run", "the run has not ended"));
+        }
+        let left = self.waiting.len();
+        Ok((left > 0).then(|| self.hand_out(left)))
     }
 
     /// Takes the samples at the end that fill no window: they are settled untrained, and the caller

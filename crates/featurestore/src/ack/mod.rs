@@ -92,6 +92,7 @@ pub struct Acknowledger {
     runtime: Handle,
     observer: Observer,
     patience: u32,
+    batch: usize,
     late: u32, // boundaries in a row that left frees pending here
     unconfirmed: Vec<SampleId>,
 }
@@ -130,6 +131,7 @@ impl Acknowledger {
             runtime,
             observer: Observer::default(),
             patience: PATIENCE,
+            batch: usize::MAX,
             late: 0,
             unconfirmed: Vec::new(),
         })
@@ -146,6 +148,13 @@ impl Acknowledger {
     #[must_use]
     pub fn patience(mut self, boundaries: u32) -> Self {
         self.patience = boundaries;
+        self
+    }
+
+    /// Sets how many samples are freed in one call at most. Default: a whole step.
+    #[must_use]
+    pub fn batch(mut self, samples: usize) -> Self {
+        self.batch = samples.max(1);
         self
     }
 
@@ -224,7 +233,9 @@ impl Acknowledger {
     /// Frees this rank's own samples and tries again what was not confirmed before.
     fn free(&mut self, step: &Step) -> Cleaned {
         let (samples, runtime) = (&self.samples, &self.runtime);
-        runtime.block_on(samples.settle(&step.trained));
+        for batch in step.trained.chunks(self.batch) {
+            runtime.block_on(samples.settle(batch));
+        }
         // A sample that could not be read in time may still be on its server; it is captured again
         // as another life, which a free of this one does not touch.
         runtime.block_on(samples.abort_many(&step.lost));

@@ -1,13 +1,14 @@
-//! The lines between the pipeline and its trainer: one JSON object each, over pipes.
+//! The lines between the pipeline and its trainer: one JSON object each, over pipes. Samples are not
+//! among them: those are announced in the run's channel.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
-use transport_core::ReleaseReport;
 
+use super::report::{LedgerReport, TrainerWait};
 use crate::choose::Choice;
 
-/// First line to the trainer.
+/// The only line to the trainer. Its input ends with the pipeline.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Start {
     /// `auto`, `shm`, `tcp` or `store`.
@@ -22,17 +23,21 @@ pub(super) struct Start {
     pub(super) quantum: usize,
     /// Whether tensors are compared with their checksums.
     pub(super) verify: bool,
-    /// Whether samples are freed one by one.
+    /// Whether samples are read one after the other, and freed one by one.
     pub(super) serial: bool,
+    /// Name of the run.
+    pub(super) run: String,
+    /// Folder of the channel; temporary.
+    pub(super) folder: PathBuf,
+    /// File of the ledger.
+    pub(super) ledger: PathBuf,
+    /// Folder of the input, whose manifest may know what tensors must be.
+    pub(super) input: Option<PathBuf>,
 }
 
-/// Further lines to the trainer: one captured sample each.
-#[derive(Debug, Serialize, Deserialize)]
+/// What a sample's tensors are compared with.
+#[derive(Debug)]
 pub(super) struct Job {
-    /// Number of the sample in the run.
-    pub(super) index: usize,
-    /// The capture result as the server wrote it, arena form.
-    pub(super) result: Box<serde_json::value::RawValue>,
     /// `xxh3:…` by tensor, made where the tensor was filled.
     pub(super) checksums: Option<BTreeMap<String, String>>,
     /// sha256 by tensor, from the input's manifest.
@@ -54,13 +59,13 @@ pub(super) enum Event {
     },
     /// A sample is read and compared.
     Verified {
-        /// Which.
-        index: usize,
+        /// Its bytes.
+        bytes: u64,
     },
-    /// Samples are acknowledged: their memory is free again.
+    /// Samples are durably acknowledged, and their memory is free again.
     Acked {
-        /// Which.
-        indices: Vec<usize>,
+        /// How many.
+        samples: usize,
     },
     /// Everything is done; the trainer ends.
     Done(Box<Totals>),
@@ -86,31 +91,18 @@ pub(super) struct Totals {
     pub(super) differing: Vec<String>,
     /// Time during which a fetch was under way.
     pub(super) materialize_active_s: f64,
-    /// Time spent in acknowledgements.
+    /// Time spent in freeing what was acknowledged.
     pub(super) cleanup_s: f64,
-    /// Outcome of all acknowledgements.
-    pub(super) released: Released,
+    /// Samples whose memory is free again.
+    pub(super) released: u64,
+    /// How long the training loop waited for samples.
+    pub(super) wait: TrainerWait,
+    /// What recording them durably has cost.
+    pub(super) ledger: LedgerReport,
     /// Tensor payload that passed through the trainer's host memory.
     pub(super) host_payload_bytes: u64,
     /// Memory registrations that reading samples has cost.
     pub(super) registrations: u64,
     /// Largest resident set.
     pub(super) peak_rss_bytes: u64,
-}
-
-/// [`ReleaseReport`] as it travels.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Released {
-    pub(super) released: u64,
-    pub(super) already_gone: u64,
-    pub(super) stale: u64,
-    pub(super) unconfirmed: u64,
-    pub(super) deferred: u64,
-}
-
-impl From<ReleaseReport> for Released {
-    fn from(report: ReleaseReport) -> Self {
-        let ReleaseReport { released, already_gone, stale, unconfirmed, deferred, .. } = report;
-        Self { released, already_gone, stale, unconfirmed, deferred }
-    }
 }

@@ -1,8 +1,9 @@
 //! The main job: capture servers, a trainer, and the producer that drives prompts between them.
 //!
 //! This process is the producer. It starts the servers and the trainer as processes of the same
-//! binary, sends prompts to the servers over HTTP, hands the results to the trainer, and ends
-//! everything that it started, also when something fails.
+//! binary, sends prompts to the servers over HTTP, announces what they capture in a channel that the
+//! trainer reads, and ends everything that it started, also when something fails. Producer and
+//! trainer are the library's: [`crate::producer`], [`crate::consumer`], [`crate::ack`].
 
 mod children;
 #[cfg_attr(not(feature = "store"), path = "master/absent.rs")]
@@ -16,12 +17,13 @@ mod report;
 pub mod trainer;
 mod verify;
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc};
 
+use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
 pub use preset::{Preset, Style};
-pub use report::{MooncakeReport, PeakRss, Report, ServerReport};
+pub use report::{LedgerReport, MooncakeReport, PeakRss, Report, ServerReport, TrainerWait};
 
 use crate::{
     config::{MooncakeConfig, Settings, TransportChoice},
@@ -31,7 +33,7 @@ use children::{Server, Trainer};
 use master::Store;
 use messages::Start;
 use plan::Plan;
-use producer::Producer;
+use producer::ControlFolder;
 use progress::Progress;
 
 /// What the main job moves, and how.
@@ -80,6 +82,11 @@ pub struct Options {
     pub preset: Option<Preset>,
     /// Samples a second that all servers together capture at most.
     pub server_rate: Option<f64>,
+    /// File in which the trainer records what is trained, kept after the run; a temporary one if
+    /// none is given. It must be new.
+    pub ledger: Option<PathBuf>,
+    /// What control connections have to show.
+    pub token: Option<Secret>,
 }
 
 impl Default for Options {
@@ -106,6 +113,8 @@ impl Default for Options {
             style: Style::default(),
             preset: None,
             server_rate: None,
+            ledger: None,
+            token: None,
         }
     }
 }
@@ -150,7 +159,7 @@ async fn job(options: &Options) -> Result<Report> {
 }
 
 async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report> {
-    // One sample is read while another waits and a third is compared; one more against fragments.
+    // Two samples are read while another is compared; one more against fragments.
     let pool = options.pool.map_or((4 * plan.largest()).max(1 << 20), ByteSize::get);
 
     let mut servers = Vec::new();
@@ -160,6 +169,13 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     for server in &mut servers {
         server.ready().await?; // they get ready side by side
     }
+    let folder = ControlFolder::new()?;
+    let absolute =
+        |path: &PathBuf| std::path::absolute(path).map_err(|e| Error::io("find file", e));
+    let ledger = match &options.ledger {
+        Some(path) => absolute(path)?,
+        None => folder.path().join("ledger.db"),
+    };
     let start = Start {
         transport: options.transport.to_string(),
         strict: options.strict,
@@ -168,10 +184,15 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         quantum: options.quantum,
         verify: options.verify,
         serial: options.style.serial,
+        run: plan.run_id().to_owned(),
+        folder: folder.path().to_owned(),
+        ledger,
+        input: options.input.as_ref().map(absolute).transpose()?,
     };
     let trainer = Trainer::start(options, &store.config, &start).await?;
-    let progress = Progress::new(options, plan.len(), &trainer);
-    let outcome = Producer::new(options, &mut servers, trainer, plan, &progress).run().await;
+    let progress = Arc::new(Progress::new(options, plan.len(), &trainer));
+    let outcome =
+        producer::run(options, &mut servers, trainer, &plan, folder.path(), &progress).await;
     progress.finish();
     let run = outcome?;
     let mut reports = Vec::new();

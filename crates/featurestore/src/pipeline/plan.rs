@@ -1,6 +1,6 @@
 //! What a run moves: the size of every sample now, its prompt when it is sent.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use transport_core::{Error, ErrorKind, Result, SampleId};
 
@@ -63,11 +63,6 @@ impl Plan {
         self.0.sizes.iter().map(|size| size.tokens).sum()
     }
 
-    /// Tokens of one sample.
-    pub(super) fn sample_tokens(&self, index: usize) -> u64 {
-        self.0.sizes[index].tokens
-    }
-
     /// Room that the tensors of one sample take in an arena.
     pub(super) fn arena_bytes(&self, index: usize) -> u64 {
         self.0.sizes[index].arena_bytes
@@ -92,15 +87,18 @@ impl Plan {
         }
     }
 
-    /// sha256 by tensor of one sample, if the input has a manifest.
-    pub(super) fn sha256(&self, index: usize) -> Result<Option<BTreeMap<String, String>>> {
+    /// Number of a sample in the run.
+    pub(super) fn index_of(&self, id: &SampleId) -> Option<usize> {
+        let name = id.as_str().strip_prefix(&*self.0.run_id)?.strip_prefix(':')?;
         match &self.0.prompts {
-            Prompts::Synthetic { .. } => Ok(None),
-            Prompts::Folder { folder, names } => {
-                let sums = folder.sample(&names[index])?.sha256();
-                Ok((!sums.is_empty()).then(|| sums.into_iter().collect()))
-            }
+            Prompts::Synthetic { .. } => name.strip_prefix("task-")?.parse().ok(),
+            Prompts::Folder { names, .. } => names.iter().position(|known| known == name),
         }
+    }
+
+    /// Name of the run, which every sample's id begins with.
+    pub(super) fn run_id(&self) -> &str {
+        &self.0.run_id
     }
 
     /// Refuses a run that could only ever wait: a sample that is larger than an arena or the pool,
@@ -160,7 +158,7 @@ impl Plan {
 }
 
 /// The server with the most free bytes.
-pub(super) fn roomiest(free: &[u64]) -> usize {
+fn roomiest(free: &[u64]) -> usize {
     (0..free.len()).max_by_key(|&server| free[server]).expect("at least one server")
 }
 

@@ -16,8 +16,8 @@ pub struct Style {
     pub prefetch: usize,
     /// Prompts of one batch.
     pub ingest_batch: usize,
-    /// How requests are spread; none takes the server with the most room.
-    pub routing: Option<Routing>,
+    /// How requests are spread.
+    pub routing: Routing,
     /// Which prompts go together; none keeps their order.
     pub batching: Option<Batching>,
     /// Whether samples are read only once captures rest, one after the other, and freed one by one.
@@ -30,7 +30,7 @@ impl Default for Style {
             lease: 1,
             prefetch: 0,
             ingest_batch: 128,
-            routing: None,
+            routing: Routing::MostRoom,
             batching: None,
             serial: false,
         }
@@ -52,7 +52,7 @@ impl Preset {
     pub fn style(self) -> Style {
         match self {
             Self::Controlled => Style {
-                routing: Some(Routing::Shared),
+                routing: Routing::Shared,
                 batching: Some(Batching::Shuffle),
                 serial: true,
                 ..Style::default()
@@ -60,7 +60,7 @@ impl Preset {
             Self::Tuned => Style {
                 lease: 8,
                 prefetch: 4,
-                routing: Some(Routing::LeastTokens),
+                routing: Routing::LeastTokens,
                 batching: Some(Batching::LengthBucketed),
                 ..Style::default()
             },
@@ -104,22 +104,20 @@ impl FromStr for Preset {
     }
 }
 
-/// The order in which prompts are sent: batches of `ingest` prompts, each arranged by itself.
+/// The order in which prompts are sent: batches of `ingest` prompts, each arranged by itself. Those
+/// of similar length are put together later, among the prompts that wait.
 pub(super) fn order(
     count: usize,
     ingest: usize,
     batching: Option<Batching>,
     seed: u64,
-    length: impl Fn(usize) -> u64,
 ) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).collect();
-    for batch in order.chunks_mut(ingest.max(1)) {
-        match batching {
-            None => {}
-            Some(Batching::LengthBucketed) => batch.sort_by_key(|&index| length(index)),
-            Some(Batching::Shuffle) => batch.sort_by_key(|&index| {
+    if batching == Some(Batching::Shuffle) {
+        for batch in order.chunks_mut(ingest.max(1)) {
+            batch.sort_by_key(|&index| {
                 xxhash_rust::xxh3::xxh3_64_with_seed(&index.to_le_bytes(), seed)
-            }),
+            });
         }
     }
     order
@@ -131,14 +129,15 @@ mod tests {
 
     #[test]
     fn every_prompt_is_sent_once_in_any_order() {
-        let length = |index: usize| (index as u64 * 37) % 11;
         for batching in [None, Some(Batching::Shuffle), Some(Batching::LengthBucketed)] {
-            let order = order(300, 128, batching, 7, length);
+            let order = order(300, 128, batching, 7);
+            assert_eq!(order.is_sorted(), batching != Some(Batching::Shuffle));
+            for (i, batch) in order.chunks(128).enumerate() {
+                assert!(batch.iter().all(|index| index / 128 == i), "batches stay apart");
+            }
             let mut sorted = order.clone();
             sorted.sort_unstable();
             assert_eq!(sorted, (0..300).collect::<Vec<_>>());
-            let rising = order[..128].windows(2).all(|w| length(w[0]) <= length(w[1]));
-            assert_eq!(rising, batching == Some(Batching::LengthBucketed));
         }
         assert_eq!(Preset::Tuned.style().lease, 8);
         assert!("tunde".parse::<Preset>().unwrap_err().to_string().contains("did you mean tuned"));

@@ -1,12 +1,12 @@
 //! Progress of the main job: bars on a terminal, a line now and then elsewhere.
 
 use std::{
-    cell::Cell,
     io::IsTerminal,
     time::{Duration, Instant},
 };
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
 
 use super::{Options, children::Trainer};
 
@@ -16,11 +16,23 @@ const EVERY: Duration = Duration::from_secs(5);
 pub(super) struct Progress {
     kind: Kind,
     total: usize,
-    captured: Cell<usize>,
-    verified: Cell<usize>,
-    acked: Cell<usize>,
-    bytes: Cell<u64>,
-    last: Cell<Instant>,
+    counts: Mutex<Counts>,
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Counts {
+    pub(super) captured: usize,
+    pub(super) verified: usize,
+    pub(super) acked: usize,
+    bytes: u64,
+    line: Instant, // the newest one
+    /// When anything was captured, verified or acknowledged.
+    pub(super) news: Instant,
+    /// When the newest sample was captured.
+    pub(super) last_captured: Instant,
+    /// When the newest one was verified.
+    pub(super) last_verified: Instant,
 }
 
 enum Kind {
@@ -37,39 +49,55 @@ impl Progress {
             eprintln!("{}", trainer.choice);
             if std::io::stderr().is_terminal() { bars(total) } else { Kind::Lines }
         };
-        Self {
-            kind,
-            total,
-            captured: Cell::new(0),
-            verified: Cell::new(0),
-            acked: Cell::new(0),
-            bytes: Cell::new(0),
-            last: Cell::new(Instant::now()),
-        }
+        let now = Instant::now();
+        let counts = Counts {
+            captured: 0,
+            verified: 0,
+            acked: 0,
+            bytes: 0,
+            line: now,
+            news: now,
+            last_captured: now,
+            last_verified: now,
+        };
+        Self { kind, total, counts: Mutex::new(counts) }
+    }
+
+    /// How far the run is.
+    pub(super) fn counts(&self) -> Counts {
+        *self.counts.lock()
     }
 
     pub(super) fn captured(&self) {
-        self.captured.set(self.captured.get() + 1);
+        let mut counts = self.counts.lock();
+        counts.captured += 1;
+        counts.last_captured = Instant::now();
+        counts.news = counts.last_captured;
         if let Kind::Bars { captured, .. } = &self.kind {
             captured.inc(1);
         }
     }
 
     pub(super) fn verified(&self, bytes: u64) {
-        self.verified.set(self.verified.get() + 1);
-        self.bytes.set(self.bytes.get() + bytes);
+        let mut counts = self.counts.lock();
+        counts.verified += 1;
+        counts.bytes += bytes;
+        counts.last_verified = Instant::now();
+        counts.news = counts.last_verified;
         match &self.kind {
             Kind::Bars { verified, .. } => verified.inc(1),
-            Kind::Lines if self.last.get().elapsed() >= EVERY => {
-                self.last.set(Instant::now());
-                self.line();
+            Kind::Lines if counts.line.elapsed() >= EVERY => {
+                counts.line = Instant::now();
+                self.line(&counts);
             }
             _ => {}
         }
     }
 
     pub(super) fn acked(&self, samples: usize) {
-        self.acked.set(self.acked.get() + samples);
+        let mut counts = self.counts.lock();
+        counts.acked += samples;
+        counts.news = Instant::now();
         if let Kind::Bars { acked, .. } = &self.kind {
             acked.inc(samples as u64);
         }
@@ -78,7 +106,7 @@ impl Progress {
     pub(super) fn finish(&self) {
         match &self.kind {
             Kind::Quiet => {}
-            Kind::Lines => self.line(),
+            Kind::Lines => self.line(&self.counts()),
             Kind::Bars { captured, verified, acked } => {
                 for bar in [captured, verified, acked] {
                     bar.finish();
@@ -87,14 +115,14 @@ impl Progress {
         }
     }
 
-    fn line(&self) {
+    fn line(&self, counts: &Counts) {
         eprintln!(
             "captured {} of {}, verified {} ({:.2} GB), acknowledged {}",
-            self.captured.get(),
+            counts.captured,
             self.total,
-            self.verified.get(),
-            self.bytes.get() as f64 / 1e9,
-            self.acked.get()
+            counts.verified,
+            counts.bytes as f64 / 1e9,
+            counts.acked
         );
     }
 }

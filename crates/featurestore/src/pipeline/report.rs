@@ -1,6 +1,6 @@
 //! What a run of the main job came to.
 
-use std::fmt;
+use std::{fmt, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 use transport_core::ByteSize;
@@ -38,8 +38,12 @@ pub struct Report {
     pub materialize_active_s: f64,
     /// From the first request to the last sample read and compared.
     pub pipeline_elapsed_s: f64,
-    /// Time that the trainer spent in acknowledgements, all samples together.
+    /// Time that the trainer spent in freeing what was acknowledged, all samples together.
     pub cleanup_elapsed_s: f64,
+    /// How long the training loop waited for samples.
+    pub trainer_wait: TrainerWait,
+    /// The durable record of what was trained.
+    pub ledger: LedgerReport,
     /// `samples / capture_elapsed_s`.
     pub capture_samples_per_s: f64,
     /// `samples / materialize_active_s`.
@@ -68,6 +72,36 @@ pub struct Report {
     expected: u64,
     #[serde(skip)]
     verify: bool,
+}
+
+/// How long a training loop waited, with several samples read ahead.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct TrainerWait {
+    /// Median wait for a sample that had been announced, in microseconds.
+    pub p50_us: u64,
+    /// Of a hundred such waits, one is longer.
+    pub p99_us: u64,
+    /// The longest one.
+    pub max_us: u64,
+    /// Time in all during which nothing was announced that was not read: captures were waited for.
+    pub starved_s: f64,
+}
+
+/// What the ledger of a run has recorded.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct LedgerReport {
+    /// Where it is; none if it was temporary.
+    pub path: Option<PathBuf>,
+    /// Steps that are durable.
+    pub steps: u64,
+    /// Samples that are.
+    pub acknowledged: u64,
+    /// Transactions, each synced to the disk.
+    pub transactions: u64,
+    /// Time in them, on threads beside the training loop.
+    pub elapsed_s: f64,
 }
 
 /// One server at the end of a run.
@@ -154,14 +188,16 @@ impl Report {
             materialize_active_s: totals.materialize_active_s,
             pipeline_elapsed_s: pipeline,
             cleanup_elapsed_s: totals.cleanup_s,
+            trainer_wait: totals.wait,
+            ledger: LedgerReport { path: options.ledger.clone(), ..totals.ledger },
             capture_samples_per_s: rate(capture),
             materialize_samples_per_s: rate(totals.materialize_active_s),
             pipeline_samples_per_s: rate(pipeline),
-            released_samples: totals.released.released,
+            released_samples: totals.released,
             registrations_while_running: totals.registrations
                 + servers.iter().map(|s| s.registrations_while_running).sum::<u64>(),
             mooncake,
-            retries: run.retries,
+            retries: run.produced.retries,
             servers,
             peak_rss_bytes: PeakRss { server, trainer: totals.peak_rss_bytes },
             preset: options.preset,
@@ -194,6 +230,10 @@ impl Report {
         check(
             self.released_samples == self.samples,
             format!("{} of {} samples were released", self.released_samples, self.samples),
+        );
+        check(
+            self.ledger.acknowledged == self.samples,
+            format!("{} of {} samples are durable", self.ledger.acknowledged, self.samples),
         );
         for (i, s) in self.servers.iter().enumerate() {
             check(
@@ -267,7 +307,25 @@ impl fmt::Display for Report {
                 writeln!(f, "{:.2} GB/s", gb_per_s(seconds))?;
             }
         }
+        let TrainerWait { p50_us, p99_us, starved_s, .. } = self.trainer_wait;
+        writeln!(
+            f,
+            "trainer wait   p50 {p50_us} us, p99 {p99_us} us for what was captured; {starved_s:.3} s \
+             for captures"
+        )?;
         writeln!(f, "cleanup        {:.3} ms for all samples", self.cleanup_elapsed_s * 1e3)?;
+        writeln!(
+            f,
+            "ledger         {} samples in {} steps, {} transactions in {:.1} ms{}",
+            self.ledger.acknowledged,
+            self.ledger.steps,
+            self.ledger.transactions,
+            self.ledger.elapsed_s * 1e3,
+            self.ledger
+                .path
+                .as_ref()
+                .map_or_else(String::new, |path| format!(": {}", path.display()))
+        )?;
         writeln!(f, "host payload   {} in the trainer", size(self.host_payload_bytes))?;
         for (i, s) in self.servers.iter().enumerate() {
             let released = s.released_samples;

@@ -1,34 +1,63 @@
-//! The trainer process: reads samples, compares them, acknowledges whole quanta.
+//! The trainer process: reads samples ahead, compares them, acknowledges whole quanta durably.
+//!
+//! It is what a trainer of one rank is made of: an [`Authority`] hands out windows of what the
+//! channel announces, a [`Consumer`] reads ahead, and each step is recorded and freed in the
+//! background while the next one is compared.
+
+mod marks;
 
 use std::{
+    collections::VecDeque,
     io::{BufRead, Write},
-    sync::Arc,
+    sync::{
+        Arc,
+        mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
+    },
     time::{Duration, Instant},
 };
 
-use control_proto::capture::{CaptureOutcome, Limits, parse_result};
-use tokio::sync::{Notify, mpsc};
-use transport_core::{
-    ByteSize, Descriptor, Error, ErrorKind, Fetched, ReleaseReport, Result, SessionName,
-};
+use control_proto::sample_ref::SampleRef;
+use hdrhistogram::Histogram;
+use parking_lot::Mutex;
+use tokio::{runtime::Handle, sync::oneshot};
+use transport_core::{ByteSize, Descriptor, Error, ErrorKind, Result, SessionName};
 
 use super::{
     messages::{Event, Job, Start, Totals},
+    report::TrainerWait,
     verify::compare,
 };
-use crate::{config::Config, process::peak_rss_bytes, store::FeatureStore};
+use crate::{
+    ack::{Acknowledger, Authority, BackgroundAck, Resume, Step},
+    channel::RefReader,
+    config::Config,
+    consumer::{Consumer, ConsumerOptions, Materialized},
+    input::Folder,
+    ledger::{Ledger, LedgerOptions},
+    lifecycle::Samples,
+    process::peak_rss_bytes,
+    producer::CHECKSUMS,
+    ranks::Group,
+    store::FeatureStore,
+};
+use marks::Marks;
 
 /// Differing tensors that are reported by name.
 const NAMED: usize = 8;
 /// Longest line from the pipeline, in bytes.
 const MAX_LINE: u64 = 4 << 20;
+/// Samples that are read at a time, ahead of the comparison.
+const AHEAD: usize = 4;
+/// Pause between two looks at the channel.
+const POLL: Duration = Duration::from_millis(1);
+/// Windows that wait for the training loop, besides those that it reads.
+const WINDOWS: usize = 2;
 
-/// Runs the trainer over standard input and output until the input ends.
+/// Runs the trainer until the run's channel ends, or its standard input does.
 ///
-/// The first line overrides transport, strictness and pool of `config`.
+/// The first line of its input overrides transport, strictness and pool of `config`.
 pub async fn run(config: Config) -> Result<()> {
-    let outcome = train(config).await;
-    match outcome {
+    match train(config).await {
         Ok(totals) => say(&Event::Done(Box::new(totals))),
         Err(error) => {
             say(&Event::Failed { error: error.to_string() })?;
@@ -38,10 +67,10 @@ pub async fn run(config: Config) -> Result<()> {
 }
 
 async fn train(config: Config) -> Result<Totals> {
-    let (lines, mut jobs) = mpsc::channel::<Result<Job>>(1024);
-    let (first, start) = tokio::sync::oneshot::channel::<Result<Start>>();
+    let (first, start) = oneshot::channel::<Result<Start>>();
+    let (left, pipeline_left) = oneshot::channel::<()>();
     // A thread of its own: a blocked read must not keep the runtime from ending.
-    std::thread::spawn(move || read_input(first, lines));
+    std::thread::spawn(move || read_input(first, left));
     let ended = || Error::new(ErrorKind::Closed, "train", "the input ended before it began");
     let start = start.await.map_err(|_| ended())??;
     let peers = start.peers.iter().map(|p| p.parse()).collect::<Result<Vec<SessionName>>>()?;
@@ -49,55 +78,43 @@ async fn train(config: Config) -> Result<Totals> {
     if let Some(pool) = ByteSize::new(start.pool_bytes).filter(|p| p.get() > 0) {
         config = config.pool(pool);
     }
-    let store = Arc::new(FeatureStore::open(&config, &peers).await?);
+    let store = FeatureStore::open(&config, &peers).await?;
     let warm = store.health().await?.registrations;
-    say(&Event::Ready {
-        client: store.client_id().to_string(),
-        choice: store.choice().clone(),
-        views: store.info().capabilities.views,
-    })?;
-
-    let (to_verify, verifying) = mpsc::channel(1);
-    let room = Arc::new(Notify::new());
-    let verifier = Verifier {
-        store: store.clone(),
-        quantum: start.quantum.max(1),
-        verify: start.verify,
-        serial: start.serial,
-        room: room.clone(),
-        pending: Vec::new(),
-        totals: Totals::default(),
-    };
-    let verifier = tokio::spawn(verifier.run(verifying));
-    let mut active = Duration::ZERO;
-    let mut failure = None;
-    while let Some(job) = jobs.recv().await {
-        let fetched = match job.and_then(|job| Ok((descriptor(&job)?, job))) {
-            Ok((descriptor, job)) => {
-                fetch(&store, descriptor, &room, &mut active).await.map(|f| (job, f))
-            }
-            Err(error) => Err(error),
+    let views = store.info().capabilities.views;
+    let marks = Marks::default();
+    let folder = start.folder.clone();
+    let training = {
+        let (samples, deadline) = (store.samples().clone(), store.deadline());
+        let (marks, runtime) = (marks.clone(), Handle::current());
+        let (done, outcome) = oneshot::channel();
+        let training = move || {
+            let training = Loop::start(start, samples, deadline, views, marks, runtime);
+            let _ = done.send(training.and_then(Loop::run)); // nobody listens once the pipeline left
         };
-        match fetched {
-            Ok(item) => {
-                if to_verify.send(item).await.is_err() {
-                    break; // the verifier has failed, and says why below
-                }
-            }
-            Err(error) => {
-                failure = Some(error);
-                break;
-            }
+        say(&Event::Ready {
+            client: store.client_id().to_string(),
+            choice: store.choice().clone(),
+            views,
+        })?;
+        // A thread of its own, as in a real trainer; and nobody waits for it when the pipeline left.
+        std::thread::Builder::new()
+            .name("train".into())
+            .spawn(training)
+            .map_err(|e| Error::io("start training", e))?;
+        outcome
+    };
+    let panicked = |e| Error::new(ErrorKind::Unexpected, "train", "the loop panicked").source(e);
+    let mut totals = tokio::select! {
+        totals = training => totals.map_err(panicked)??,
+        _ = pipeline_left => {
+            // Nobody else removes it any more.
+            let _ = std::fs::remove_dir_all(folder);
+            return Err(Error::new(ErrorKind::Closed, "train", "the pipeline is gone"));
         }
-    }
-    drop(to_verify);
-    let panicked =
-        |e| Error::new(ErrorKind::Unexpected, "train", "the comparison panicked").source(e);
-    let mut totals = verifier.await.map_err(panicked)??;
-    if let Some(error) = failure {
-        return Err(error);
-    }
-    totals.materialize_active_s = active.as_secs_f64();
+    };
+    totals.cleanup_s = marks.freeing().as_secs_f64();
+    totals.ledger.elapsed_s = marks.recording().as_secs_f64();
+    totals.ledger.transactions = marks.transactions();
     let health = store.health().await?;
     totals.host_payload_bytes = health.host_payload_bytes;
     totals.registrations = health.registrations - warm;
@@ -106,148 +123,235 @@ async fn train(config: Config) -> Result<Totals> {
     Ok(totals)
 }
 
-fn read_input(
-    first: tokio::sync::oneshot::Sender<Result<Start>>,
-    lines: mpsc::Sender<Result<Job>>,
-) {
+/// Reads the first line, and drops `left` when the input ends: the pipeline holds its other end.
+fn read_input(first: oneshot::Sender<Result<Start>>, left: oneshot::Sender<()>) {
     let mut input = std::io::stdin().lock();
     let mut line = String::new();
-    let mut next = move || -> Result<Option<String>> {
-        line.clear();
-        let n = std::io::Read::take(&mut input, MAX_LINE)
-            .read_line(&mut line)
-            .map_err(|e| Error::io("read job", e))?;
-        match n {
-            0 => Ok(None),
-            _ if !line.ends_with('\n') => {
-                Err(Error::new(ErrorKind::Protocol, "read job", "a line is cut off or too long"))
-            }
-            _ => Ok(Some(line.clone())),
-        }
-    };
-    fn parse<T: serde::de::DeserializeOwned>(line: &str) -> Result<T> {
-        serde_json::from_str(line).map_err(|e| {
-            Error::new(ErrorKind::Protocol, "read job", "not a line of the pipeline").source(e)
-        })
-    }
-    let start = match next() {
-        Ok(Some(line)) => parse(&line),
-        Ok(None) => return,
+    let read = std::io::Read::take(&mut input, MAX_LINE).read_line(&mut line);
+    let start = match read.map_err(|e| Error::io("read start", e)) {
+        Ok(0) => return,
+        Ok(_) => serde_json::from_str(&line).map_err(|e| {
+            Error::new(ErrorKind::Protocol, "read start", "not a line of the pipeline").source(e)
+        }),
         Err(error) => Err(error),
     };
-    if first.send(start).is_err() {
-        return;
+    if first.send(start).is_ok() {
+        while matches!(std::io::Read::read(&mut input, &mut [0; 256]), Ok(n) if n > 0) {}
     }
-    loop {
-        let job = match next() {
-            Ok(Some(line)) => parse(&line),
-            Ok(None) => return,
-            Err(error) => Err(error),
-        };
-        let failed = job.is_err();
-        if lines.blocking_send(job).is_err() || failed {
-            return;
-        }
-    }
+    drop(left);
 }
 
-fn descriptor(job: &Job) -> Result<Arc<Descriptor>> {
-    match parse_result(job.result.get(), &Limits::default())? {
-        CaptureOutcome::Captured(descriptor) => Ok(Arc::new(descriptor)),
-        CaptureOutcome::Failed { sample_id, error, .. } => {
-            Err(Error::new(ErrorKind::Protocol, "read job", "a failed capture was handed on")
-                .with("sample_id", sample_id)
-                .with("error", error))
-        }
-    }
-}
-
-/// Reads one sample. A full receive pool waits for the comparison to give slots back.
-async fn fetch(
-    store: &FeatureStore,
-    descriptor: Arc<Descriptor>,
-    room: &Notify,
-    active: &mut Duration,
-) -> Result<Fetched> {
-    let end = Instant::now() + store.deadline();
-    let copies = !store.info().capabilities.views; // a view takes no room that could come back
-    loop {
-        let freed = room.notified();
-        let start = Instant::now();
-        let fetched = store.get(descriptor.clone()).await;
-        *active += start.elapsed();
-        match fetched {
-            Err(error) if copies && error.kind() == ErrorKind::CapacityExceeded => {
-                let left = end.saturating_duration_since(Instant::now());
-                if tokio::time::timeout(left, freed).await.is_err() {
-                    return Err(error);
-                }
-            }
-            other => return other,
-        }
-    }
-}
-
-struct Verifier {
-    store: Arc<FeatureStore>,
-    quantum: usize,
-    verify: bool,
-    serial: bool,
-    room: Arc<Notify>,
-    pending: Vec<(usize, Arc<Descriptor>)>,
+/// The training loop, on a thread that may block.
+struct Loop {
+    start: Start,
+    samples: Arc<Samples>,
+    authority: Arc<Mutex<Authority>>,
+    windows: Receiver<Result<Vec<SampleRef>>>,
+    consumer: Consumer,
+    ack: BackgroundAck,
+    runtime: Handle,
+    folder: Option<Folder>,
+    jobs: VecDeque<Job>,    // of what the consumer was fed, in order
+    steps: VecDeque<usize>, // sizes of the windows fed
+    waits: Histogram<u64>,  // in microseconds
+    starved: Duration,
     totals: Totals,
 }
 
-impl Verifier {
-    async fn run(mut self, mut items: mpsc::Receiver<(Job, Fetched)>) -> Result<Totals> {
-        let mut released = ReleaseReport::default();
-        while let Some((job, fetched)) = items.recv().await {
-            let descriptor = fetched.descriptor.clone();
-            let index = job.index;
-            self.totals.samples += 1;
-            self.totals.bytes += fetched.nbytes();
-            if self.verify {
-                let compared = tokio::task::spawn_blocking(move || compare(&job, &fetched));
-                let (bytes, differing) = compared.await.map_err(|e| {
-                    Error::new(ErrorKind::Unexpected, "compare", "the comparison panicked")
-                        .source(e)
-                })??;
-                self.totals.verified_bytes += bytes;
-                self.totals.mismatches += differing.len() as u64;
-                let named = NAMED.saturating_sub(self.totals.differing.len());
-                self.totals.differing.extend(differing.into_iter().take(named));
-            } else {
-                drop(fetched);
-            }
-            self.room.notify_one();
-            say(&Event::Verified { index })?;
-            self.pending.push((index, descriptor));
-            if self.pending.len() >= self.quantum {
-                released.merge(self.acknowledge().await?);
-            }
-        }
-        if !self.pending.is_empty() {
-            released.merge(self.acknowledge().await?);
-        }
-        self.totals.released = released.into();
-        Ok(self.totals)
+impl Loop {
+    fn start(
+        start: Start,
+        samples: Arc<Samples>,
+        deadline: Duration,
+        views: bool,
+        marks: Marks,
+        runtime: Handle,
+    ) -> Result<Self> {
+        let mut options = LedgerOptions::default();
+        options.observer = marks.observer();
+        let ledger = Ledger::open(&start.ledger, &start.run, options)?;
+        let reader = RefReader::open(&start.folder)?;
+        let authority = Authority::new(reader, ledger, 1, start.quantum, Resume::Fresh)?;
+        let authority = Arc::new(Mutex::new(authority));
+        let (send, windows) = sync_channel(WINDOWS);
+        let handing = authority.clone();
+        std::thread::spawn(move || hand_out(&handing, &send));
+
+        let group = Group::alone(start.run.clone());
+        let ack =
+            Acknowledger::new(group, samples.clone(), Some(authority.clone()), runtime.clone())?
+                .observed(marks.observer())
+                .batch(if start.serial { 1 } else { usize::MAX });
+        let mut options = ConsumerOptions::default();
+        options.deadline = deadline;
+        options.in_flight = if start.serial { 1 } else { AHEAD };
+        // Half of the pool: the rest is for the sample that is compared, and against fragments.
+        options.max_bytes = (!views).then_some(start.pool_bytes / 2);
+        Ok(Self {
+            consumer: Consumer::new(samples.clone(), options),
+            ack: BackgroundAck::start(ack)?,
+            folder: start.input.as_deref().map(Folder::open).transpose()?,
+            samples,
+            authority,
+            windows,
+            runtime,
+            jobs: VecDeque::new(),
+            steps: VecDeque::new(),
+            waits: Histogram::new_with_bounds(1, 3_600_000_000, 3).expect("bounds in order"),
+            starved: Duration::ZERO,
+            totals: Totals::default(),
+            start,
+        })
     }
 
-    /// The optimizer boundary: what the step has used goes back to its server.
-    async fn acknowledge(&mut self) -> Result<ReleaseReport> {
-        let (indices, samples): (Vec<_>, Vec<_>) = self.pending.drain(..).unzip();
-        let start = Instant::now();
-        let mut report = ReleaseReport::default();
-        if self.serial {
-            for sample in samples {
-                report.merge(self.store.release(vec![sample]).await?);
-            }
-        } else {
-            report = self.store.release(samples).await?;
+    fn run(mut self) -> Result<Totals> {
+        let outcome = self.steps();
+        if let Err(error) = &outcome {
+            self.authority.lock().fail(&error.to_string())?;
         }
-        self.totals.cleanup_s += start.elapsed().as_secs_f64();
-        say(&Event::Acked { indices })?;
-        Ok(report)
+        outcome?;
+        let Self { samples, authority, consumer, ack, runtime, mut totals, waits, starved, .. } =
+            self;
+        ack.close()?;
+        runtime.block_on(samples.drain(None, 8, Duration::from_millis(250)))?;
+        authority.lock().finish()?;
+        totals.materialize_active_s = consumer.active().as_secs_f64();
+        totals.released = samples.health().freed;
+        totals.ledger.acknowledged = authority.lock().ledger().acknowledged().len();
+        totals.wait = TrainerWait {
+            p50_us: waits.value_at_quantile(0.5),
+            p99_us: waits.value_at_quantile(0.99),
+            max_us: waits.max(),
+            starved_s: starved.as_secs_f64(),
+        };
+        Ok(totals)
+    }
+
+    /// Whole steps until the channel ends; the last one may be smaller.
+    fn steps(&mut self) -> Result<()> {
+        let _runtime = self.runtime.clone();
+        let _entered = _runtime.enter(); // readings are its tasks
+        let mut trained: Vec<Arc<Descriptor>> = Vec::with_capacity(self.start.quantum);
+        let mut step = 0;
+        while self.feed()? {
+            let (descriptor, bytes) = self.next()?;
+            trained.push(descriptor);
+            say(&Event::Verified { bytes })?;
+            if Some(&trained.len()) == self.steps.front() {
+                self.steps.pop_front();
+                self.acked(step)?;
+                step += 1;
+                self.ack.submit(Step::new(step, std::mem::take(&mut trained)))?;
+            }
+        }
+        self.acked(step)?;
+        self.totals.ledger.steps = step;
+        Ok(())
+    }
+
+    /// Waits until step `step` is durable and freed, if there is such a step, and tells.
+    fn acked(&mut self, step: u64) -> Result<()> {
+        match self.ack.flush()? {
+            Some(boundary) if boundary.step == step => {
+                say(&Event::Acked { samples: boundary.acknowledged as usize })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Hands on what is announced, and waits for it where nothing is left to read; false at the end.
+    fn feed(&mut self) -> Result<bool> {
+        loop {
+            let window = match self.windows.try_recv() {
+                Ok(window) => window?,
+                Err(_) if !self.consumer.is_empty() => return Ok(true),
+                Err(TryRecvError::Disconnected) => return Ok(false),
+                Err(TryRecvError::Empty) => {
+                    let begun = Instant::now();
+                    let window = self.windows.recv();
+                    self.starved += begun.elapsed();
+                    let Ok(window) = window else { return Ok(false) };
+                    window?
+                }
+            };
+            let mut samples = Vec::with_capacity(window.len());
+            for sample in &window {
+                self.jobs.push_back(self.job(sample)?);
+                samples.push(Arc::new(sample.descriptor()?));
+            }
+            self.steps.push_back(samples.len());
+            self.consumer.feed(samples)?;
+        }
+    }
+
+    /// What a sample is compared with.
+    fn job(&self, sample: &SampleRef) -> Result<Job> {
+        let checksums = sample.metadata.get(CHECKSUMS).map(|sums| {
+            serde_json::from_value(sums.clone()).map_err(|e| {
+                Error::new(ErrorKind::Protocol, "read ref", "the checksums make no sense")
+                    .with("sample_id", &sample.sample_id)
+                    .source(e)
+            })
+        });
+        let sha256 = match &self.folder {
+            None => None,
+            Some(folder) => {
+                let sums = folder.sample(sample.sample_id.as_str())?.sha256();
+                (!sums.is_empty()).then(|| sums.into_iter().collect())
+            }
+        };
+        Ok(Job { checksums: checksums.transpose()?, sha256 })
+    }
+
+    /// Waits for the next sample and compares it.
+    fn next(&mut self) -> Result<(Arc<Descriptor>, u64)> {
+        let begun = Instant::now();
+        let next = self.runtime.block_on(self.consumer.next())?;
+        let waited = begun.elapsed().as_micros() as u64;
+        self.waits.saturating_record(waited.max(1));
+        let leased = match next.expect("something was fed") {
+            Materialized::Ready(leased) => leased,
+            Materialized::Lost(id, error) => return Err(error.with("sample_id", id)),
+        };
+        let job = self.jobs.pop_front().expect("one a sample");
+        let (token, descriptor) = (leased.token.clone(), leased.descriptor.clone());
+        let bytes = leased.nbytes();
+        self.totals.samples += 1;
+        self.totals.bytes += bytes;
+        if self.start.verify {
+            let (bytes, differing) = compare(&job, &leased)?;
+            self.totals.verified_bytes += bytes;
+            self.totals.mismatches += differing.len() as u64;
+            let named = NAMED.saturating_sub(self.totals.differing.len());
+            self.totals.differing.extend(differing.into_iter().take(named));
+        }
+        drop(leased);
+        self.runtime.block_on(self.samples.release(&token));
+        Ok((descriptor, bytes))
+    }
+}
+
+/// Hands out windows until the channel has ended, or something fails.
+fn hand_out(authority: &Mutex<Authority>, windows: &SyncSender<Result<Vec<SampleRef>>>) {
+    loop {
+        let mut locked = authority.lock();
+        let window = match locked.poll() {
+            Ok(None) if locked.ended() => match locked.last_window() {
+                Ok(None) => return,
+                last => last,
+            },
+            polled => polled,
+        };
+        drop(locked);
+        match window.transpose() {
+            Some(window) => {
+                let failed = window.is_err();
+                if windows.send(window.map(|ranks| ranks.concat())).is_err() || failed {
+                    return; // the loop has ended
+                }
+            }
+            None => std::thread::sleep(POLL),
+        }
     }
 }
 

@@ -4,8 +4,10 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use control_proto::capture::{
-    CaptureOutcome, CaptureRequest, Form, HOLDER_HEADER, Limits, Prompt, parse_response,
+    CHECKSUMS_HEADER, CHECKSUMS_XXH3, CaptureOutcome, CaptureRequest, Checksum, Form,
+    HOLDER_HEADER, Limits, Prompt, Row, parse_response,
 };
+use indexmap::IndexMap;
 use parking_lot::Mutex;
 use tokio::task::spawn_blocking;
 use transport_core::{
@@ -33,13 +35,19 @@ pub struct CaptureOptions {
     pub timeout: Duration,
     /// Client for whom samples are held from their birth on.
     pub holder: Option<ClientId>,
+    /// Whether servers are asked for checksums of what they capture, which refs then carry in
+    /// their metadata. Default: false.
+    pub checksums: bool,
 }
+
+/// Entry of a ref's metadata that holds checksums by tensor, as [`Checksum`] writes them.
+pub const CHECKSUMS: &str = "checksums";
 
 impl CaptureOptions {
     /// The documented request in its patch form.
     pub fn new(store: StoreId, layout: Layout) -> Self {
         let timeout = Duration::from_secs(300);
-        Self { store, layout, form: Form::Patch, timeout, holder: None }
+        Self { store, layout, form: Form::Patch, timeout, holder: None, checksums: false }
     }
 }
 
@@ -52,13 +60,20 @@ pub struct CaptureClient {
     endpoints: Arc<Endpoints>,
 }
 
+/// A sample that was captured and adopted.
+#[derive(Debug)]
+pub(super) struct Captured {
+    pub(super) descriptor: Arc<Descriptor>,
+    pub(super) checksums: Option<IndexMap<FeatureName, Checksum>>,
+}
+
 /// What became of one prompt of a request.
-pub(super) type Captured = (Task, Result<Arc<Descriptor>>);
+pub(super) type Attempt = (Task, Result<Captured>);
 
 /// What became of a request.
 #[derive(Debug)]
 pub(super) struct Answer {
-    pub(super) prompts: Vec<Captured>,
+    pub(super) prompts: Vec<Attempt>,
     /// Whether the server did its part, whatever became of single prompts.
     pub(super) served: bool,
 }
@@ -114,9 +129,10 @@ impl CaptureClient {
         }
         let keys: Vec<SampleKey> = sent.iter().map(|task| self.key(task)).collect();
         self.samples.track(url, &keys);
-        let served = match self.exchange(url, prompts, &keys).await {
-            Ok(outcomes) => {
-                answers.extend(self.settle(url, sent, outcomes).await);
+        let request = CaptureRequest::new(self.options.form, prompts);
+        let served = match self.exchange(url, &request, &keys).await {
+            Ok(rows) => {
+                answers.extend(self.settle(url, sent, &request.prompts, rows).await);
                 true
             }
             Err(error) => {
@@ -140,11 +156,11 @@ impl CaptureClient {
     async fn exchange(
         &self,
         url: &str,
-        prompts: Vec<Prompt>,
+        request: &CaptureRequest,
         keys: &[SampleKey],
-    ) -> Result<Vec<CaptureOutcome>> {
+    ) -> Result<Vec<Row>> {
         let mut body = Vec::new();
-        CaptureRequest::new(self.options.form, prompts).write(&mut body)?;
+        request.write(&mut body)?;
         let failed = |e: reqwest::Error| {
             let kind = if e.is_timeout() { ErrorKind::Timeout } else { ErrorKind::PeerGone };
             Error::new(kind, "capture", "the server did not answer").with("server", url).source(e)
@@ -156,6 +172,9 @@ impl CaptureClient {
             .header("content-type", "application/json");
         if let Some(holder) = &self.options.holder {
             request = request.header(HOLDER_HEADER, holder.as_str());
+        }
+        if self.options.checksums {
+            request = request.header(CHECKSUMS_HEADER, CHECKSUMS_XXH3);
         }
         let answer = request.body(body).send().await.map_err(failed)?;
         let status = answer.status();
@@ -174,10 +193,9 @@ impl CaptureClient {
         }
         // A row for another sample, store or generation fails the whole answer: nothing in it can
         // be trusted. What it may have left is provisional still, and is reclaimed.
-        let rows = parse_response(&body, keys, &limits).map_err(|error| {
+        parse_response(&body, keys, &limits).map_err(|error| {
             error.with("server", url).status(transport_core::ErrorStatus::Temporary)
-        })?;
-        Ok(rows.into_iter().map(|row| row.outcome).collect())
+        })
     }
 
     /// Adopts the good rows together, and frees the bad ones on the server that has them.
@@ -185,20 +203,19 @@ impl CaptureClient {
         &self,
         url: &str,
         tasks: Vec<Task>,
-        outcomes: Vec<CaptureOutcome>,
-    ) -> Vec<Captured> {
+        asked: &[Prompt],
+        rows: Vec<Row>,
+    ) -> Vec<Attempt> {
         let (mut answers, mut good, mut bad) = (Vec::new(), Vec::new(), Vec::new());
-        for (task, outcome) in tasks.into_iter().zip(outcomes) {
+        for ((task, prompt), Row { outcome, checksums }) in tasks.into_iter().zip(asked).zip(rows) {
             match outcome {
                 CaptureOutcome::Captured(descriptor) => {
                     self.endpoints.learn(url, &descriptor);
-                    let tokens = task.tokens();
-                    let checked = self.options.layout.check(&descriptor).and_then(|found| {
-                        if found == tokens { Ok(()) } else { Err(wrong_length(tokens, found)) }
-                    });
+                    let asked = prompt.sample.check_result(&descriptor, task.tokens());
+                    let checked = asked.and_then(|()| self.options.layout.check(&descriptor));
                     let descriptor = Arc::new(descriptor);
                     match checked {
-                        Ok(()) => good.push((task, descriptor)),
+                        Ok(_) => good.push((task, Captured { descriptor, checksums })),
                         Err(error) => {
                             bad.push(descriptor);
                             answers.push((task, Err(error.with("server", url))));
@@ -215,7 +232,7 @@ impl CaptureClient {
                 }
             }
         }
-        let descriptors: Vec<_> = good.iter().map(|(_, descriptor)| descriptor.clone()).collect();
+        let descriptors: Vec<_> = good.iter().map(|(_, it)| it.descriptor.clone()).collect();
         match self.samples.adopt(&descriptors).await {
             Ok(_) => {
                 // Only here: an earlier attempt on another server may have left the same sample.
@@ -229,7 +246,7 @@ impl CaptureClient {
                         }
                     }
                 }
-                answers.extend(good.into_iter().map(|(task, d)| (task, Ok(d))));
+                answers.extend(good.into_iter().map(|(task, captured)| (task, Ok(captured))));
             }
             Err(error) => {
                 let text = error.to_string();
@@ -247,12 +264,6 @@ impl CaptureClient {
         }
         answers
     }
-}
-
-fn wrong_length(expected: u64, found: u64) -> Error {
-    Error::new(ErrorKind::Corrupt, "check sample", "a tensor has another length than the prompt")
-        .with("expected", expected)
-        .with("found", found)
 }
 
 /// The body, which ends at `most` bytes at the latest.
@@ -310,9 +321,10 @@ impl Endpoints {
         places.push(location);
     }
 
-    /// Whether the server at `url` takes frees where `descriptor` is freed.
+    /// Whether the server at `url` takes frees where `descriptor` is freed. A store is one place.
     fn is_at(&self, url: &str, descriptor: &Descriptor) -> bool {
-        self.places(url).iter().any(|place| same_control(place, &descriptor.location))
+        descriptor.location == Location::Store
+            || self.places(url).iter().any(|place| same_control(place, &descriptor.location))
     }
 
     /// Locations at which a sample may be freed without knowing where it lies.

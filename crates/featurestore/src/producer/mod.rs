@@ -4,6 +4,7 @@
 
 mod capture;
 mod journal;
+mod options;
 mod prompts;
 mod reorder;
 mod route;
@@ -16,12 +17,13 @@ use std::{
     time::Duration,
 };
 
-use control_proto::sample_ref::SampleRef;
+use control_proto::{capture::Checksum, sample_ref::SampleRef};
 use parking_lot::Mutex;
-use tokio::{sync::mpsc, task::JoinSet};
-use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId};
+use tokio::{sync::mpsc, task::JoinSet, time::Instant};
+use transport_core::{Descriptor, Error, ErrorKind, FeatureName, Result, SampleId};
 
-pub use capture::{CaptureClient, CaptureOptions, Endpoints};
+pub use capture::{CHECKSUMS, CaptureClient, CaptureOptions, Endpoints};
+pub use options::{Produced, ProducerOptions};
 pub use prompts::{Batching, Task};
 pub use route::Routing;
 
@@ -30,7 +32,7 @@ use crate::{
     flow::{Flow, InFlight, Pause, Watermarks},
     lifecycle::Samples,
 };
-use capture::{Answer, blocking};
+use capture::{Answer, Captured, blocking};
 use journal::Journal;
 use prompts::Pool;
 use reorder::Reorder;
@@ -45,93 +47,11 @@ pub trait Prompts: Send {
     fn again(&mut self, id: &SampleId) -> Result<Option<Task>>;
 }
 
-/// How a [`Producer`] works.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ProducerOptions {
-    /// Base URLs of the capture servers.
-    pub servers: Vec<String>,
-    /// Most prompts of one request. Default: 8.
-    pub lease: usize,
-    /// Requests in flight to each server. Default: 1.
-    pub concurrency: usize,
-    /// How requests are spread.
-    pub routing: Routing,
-    /// Which prompts go together.
-    pub batching: Batching,
-    /// Batches of prompts that are prepared ahead. Default: 0.
-    pub prefetch: usize,
-    /// Prompts of one such batch. Default: 128.
-    pub ingest_batch: usize,
-    /// Whether samples are published in the order of their prompts. Default: true.
-    pub ordered: bool,
-    /// Samples that may wait for an earlier one. Default: 1,024.
-    pub reorder_buffer: usize,
-    /// Attempts for one prompt. Default: 5.
-    pub attempts: u32,
-    /// Failures in a row after which a server is dropped. Default: 3.
-    pub server_failures: u32,
-    /// How long a dropped server is left alone before it is tried again; none for ever.
-    pub revive: Option<Duration>,
-    /// Training run and strategy that refs name.
-    pub run_id: String,
-    /// Pause between looks at what consumers have settled. Default: 200 ms.
-    pub poll: Duration,
-    /// Whether the servers are asked how much room their arenas have in one piece; for servers that
-    /// answer `GET /health`. Default: false.
-    pub arena_feedback: bool,
-    /// How long consumers may settle nothing while the producer is paused; none for ever.
-    pub peer_timeout: Option<Duration>,
-}
-
-impl ProducerOptions {
-    /// The defaults, for these servers.
-    pub fn new(servers: Vec<String>, run_id: impl Into<String>) -> Self {
-        Self {
-            servers,
-            lease: 8,
-            concurrency: 1,
-            routing: Routing::Shared,
-            batching: Batching::Shuffle,
-            prefetch: 0,
-            ingest_batch: 128,
-            ordered: true,
-            reorder_buffer: 1024,
-            attempts: 5,
-            server_failures: 3,
-            revive: None,
-            run_id: run_id.into(),
-            poll: Duration::from_millis(200),
-            arena_feedback: false,
-            peer_timeout: None,
-        }
-    }
-}
-
-/// A request under way: its server, its tokens, and what came of it.
+/// A request that is over: its server, its tokens, and what came of it.
 type Call = (usize, u64, Answer);
 
-/// What a producer has done.
-#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
-#[non_exhaustive]
-pub struct Produced {
-    /// Samples published by this run of the producer.
-    pub published: u64,
-    /// Prompts that were published before.
-    pub skipped: u64,
-    /// Attempts beyond the first.
-    pub retries: u64,
-    /// Samples captured again because consumers had lost them.
-    pub recaptured: u64,
-    /// Times that it paused, and went on.
-    pub pauses: u64,
-    /// Times that it went on.
-    pub resumes: u64,
-    /// Servers dropped.
-    pub servers_dropped: u64,
-    /// Tensor payload that passed through this process: none does.
-    pub host_payload_bytes: u64,
-}
+/// A captured sample, the server that has it, and the room that it takes there.
+type Placed = (Captured, usize, u64);
 
 /// The producer of one run.
 pub struct Producer {
@@ -144,14 +64,18 @@ pub struct Producer {
     flow: Flow,
     quantum: u64,
     window: InFlight,
-    resident: VecDeque<SampleId>, // published and not settled, oldest first
+    resident: VecDeque<(SampleId, usize, u64)>, // published and not settled, oldest first
     pool: Pool,
     router: Router,
-    reorder: Reorder<Arc<Descriptor>>,
+    reorder: Reorder<Placed>,
+    held: Vec<Placed>,    // in order, to be published once captures rest
+    resting: bool,        // captures rest until consumers have settled what is published
+    later: JoinSet<Task>, // put off after a failure
     order: u64,
     handled: HashSet<(SampleId, u32)>, // losses that are being captured again
     failures: Vec<Error>,
     room: Arc<Mutex<Option<u64>>>, // largest free range of the roomiest arena
+    watch: Option<Box<dyn FnMut(&Descriptor) + Send>>,
     produced: Produced,
 }
 
@@ -183,12 +107,7 @@ impl Producer {
                 "there must be at least one server, and one prompt a request",
             ));
         }
-        let router = Router::new(
-            &options.servers,
-            options.routing,
-            options.concurrency,
-            options.server_failures,
-        );
+        let router = Router::new(&options);
         let writer = RefWriter::open(folder)?;
         let mut window = InFlight::default();
         // What was published before a restart, by number; its sizes are not known any more.
@@ -207,13 +126,24 @@ impl Producer {
             window,
             resident: VecDeque::new(),
             reorder: Reorder::new(options.ordered),
+            held: Vec::new(),
+            resting: false,
+            later: JoinSet::new(),
             order: 0,
             handled: HashSet::new(),
             failures: Vec::new(),
             room: Arc::default(),
+            watch: None,
             produced: Produced::default(),
             options,
         })
+    }
+
+    /// Tells `watch` about each sample as it is captured.
+    #[must_use]
+    pub fn watched(mut self, watch: impl FnMut(&Descriptor) + Send + 'static) -> Self {
+        self.watch = Some(Box::new(watch));
+        self
     }
 
     /// Captures and publishes every prompt, and closes the channel; on failure it fails the channel
@@ -228,11 +158,11 @@ impl Producer {
             (Err(error), _) => Err(error),
         };
         // What is captured and not handed over goes; what may have been captured is looked for.
-        let unpublished: Vec<SampleId> =
-            self.reorder.drain().map(|descriptor| descriptor.sample.sample_id.clone()).collect();
+        let unpublished = self.reorder.drain().chain(self.held.drain(..));
+        let unpublished: Vec<SampleId> = unpublished.map(|(it, ..)| id_of(&it)).collect();
         self.samples.abort_many(&unpublished).await;
         // What is published belongs to the consumers.
-        let published: Vec<SampleId> = self.resident.drain(..).collect();
+        let published: Vec<SampleId> = self.resident.drain(..).map(|(id, ..)| id).collect();
         self.samples.hand_over(&published);
         let recovered = self.recover().await;
         let reclaimed = recovered.and(self.samples.reclaim().await);
@@ -297,36 +227,39 @@ impl Producer {
         }
         let prompts = Arc::new(Mutex::new(prompts));
         let mut incoming = self.read_ahead(prompts.clone());
-        let mut exhausted = false;
-        let mut paused_since = None::<tokio::time::Instant>;
-        let mut revived = tokio::time::Instant::now();
-        let mut asked = None::<tokio::time::Instant>;
+        let (mut exhausted, mut waited) = (false, false);
+        let mut paused_since = None::<Instant>;
+        let mut revived = Instant::now();
+        let (mut asked, mut looked) = (None::<Instant>, None::<Instant>);
+        let poll = self.options.poll;
+        let due = |at: Option<Instant>| at.is_none_or(|at| at.elapsed() >= poll);
+        let batch = self.options.ingest_batch.max(self.options.lease);
         loop {
-            if self.options.arena_feedback
-                && asked.is_none_or(|at| at.elapsed() >= self.options.poll)
-            {
-                asked = Some(tokio::time::Instant::now());
-                let (client, room) = (self.client.clone(), self.room.clone());
-                let urls = self.options.servers.clone();
-                tokio::spawn(async move {
-                    let mut most = None;
-                    for url in &urls {
-                        most = most.max(client.largest_free(url).await);
-                    }
-                    *room.lock() = most;
-                });
+            if self.options.arena_feedback && due(asked) {
+                asked = Some(Instant::now());
+                self.ask_for_room();
             }
-            self.look(&prompts).await?;
-            while !exhausted && self.pool.len() < self.options.ingest_batch.max(self.options.lease)
-            {
+            if due(looked) {
+                self.look(&prompts).await?;
+                looked = Some(Instant::now());
+            }
+            while !exhausted && self.pool.len() < batch {
                 match incoming.try_recv() {
                     Ok(task) => self.add(task?),
                     Err(mpsc::error::TryRecvError::Empty) => break,
                     Err(mpsc::error::TryRecvError::Disconnected) => exhausted = true,
                 }
             }
-            let paused = self.issue(calls).err();
-            let idle = calls.is_empty() && self.pool.len() == 0;
+            // Whole leases, unless prompts come slowly.
+            let ready = exhausted || waited || self.pool.len() >= self.options.lease;
+            let paused = if ready { self.issue(calls).err() } else { None };
+            waited = false;
+            let rest = calls.is_empty() && (exhausted || self.pool.len() > 0);
+            if rest && !self.held.is_empty() {
+                self.resting = true;
+                self.publish().await?;
+            }
+            let idle = calls.is_empty() && self.pool.len() == 0 && self.later.is_empty();
             if idle && exhausted && self.window.usage().samples < self.quantum {
                 return Ok(()); // consumers cannot fill another window, so none of it can be lost
             }
@@ -334,17 +267,19 @@ impl Producer {
                 match self.options.revive {
                     Some(after) if revived.elapsed() >= after => {
                         self.router.revive();
-                        revived = tokio::time::Instant::now();
+                        revived = Instant::now();
                         continue;
                     }
                     Some(_) => {}
-                    None => self.router.check(self.pool.len())?,
+                    None => self.router.check(self.pool.len() + self.later.len())?,
                 }
+            } else if calls.is_empty() && ready && paused.is_none() {
+                self.check_room()?;
             }
             match (paused, self.options.peer_timeout) {
                 (Some(_), Some(most)) => {
                     let settled = self.window.total_settled();
-                    let since = *paused_since.get_or_insert_with(tokio::time::Instant::now);
+                    let since = *paused_since.get_or_insert_with(Instant::now);
                     if since.elapsed() > most {
                         return Err(Error::new(
                             ErrorKind::Timeout,
@@ -359,20 +294,68 @@ impl Producer {
             }
             tokio::select! {
                 Some(done) = calls.join_next() => {
-                    let (server, tokens, answer) = done.map_err(|e| {
-                        Error::new(ErrorKind::Unexpected, "capture", "a request panicked").source(e)
-                    })?;
-                    self.produced.servers_dropped +=
-                        u64::from(self.router.end(server, tokens, answer.served));
-                    self.take(answer).await?;
+                    let mut done = Some(done);
+                    while let Some(call) = done {
+                        self.take(call.map_err(|e| {
+                            let why = "a request panicked";
+                            Error::new(ErrorKind::Unexpected, "capture", why).source(e)
+                        })?)?;
+                        done = calls.try_join_next(); // what is there is published together
+                    }
+                    self.held.extend(self.reorder.ready());
+                    if self.options.overlap {
+                        self.publish().await?;
+                    }
                 }
-                task = incoming.recv(), if !exhausted && self.pool.len() == 0 => match task {
-                    Some(task) => self.add(task?),
-                    None => exhausted = true,
-                },
-                () = tokio::time::sleep(self.options.poll) => {}
+                Some(task) = self.later.join_next() => {
+                    let panicked = |e| Error::new(ErrorKind::Unexpected, "wait", "panicked").source(e);
+                    self.pool.add(task.map_err(panicked)?);
+                }
+                task = incoming.recv(), if !exhausted && self.pool.len() < self.options.lease => {
+                    match task {
+                        Some(task) => self.add(task?),
+                        None => exhausted = true,
+                    }
+                }
+                () = tokio::time::sleep(poll) => waited = true,
             }
         }
+    }
+
+    /// Asks the servers how much room their arenas have in one piece.
+    fn ask_for_room(&self) {
+        let (client, room) = (self.client.clone(), self.room.clone());
+        let urls = self.options.servers.clone();
+        tokio::spawn(async move {
+            let mut most = None;
+            for url in &urls {
+                most = most.max(client.largest_free(url).await);
+            }
+            *room.lock() = most;
+        });
+    }
+
+    /// Fails where the next sample fits nowhere and nothing would ever make room for it: consumers
+    /// settle whole windows only.
+    fn check_room(&mut self) -> Result<()> {
+        let layout = self.client.layout();
+        let Some(next) = self.pool.oldest() else { return Ok(()) };
+        let bytes = next.bytes(|tokens| layout.bytes(tokens));
+        let usage = self.window.usage();
+        if usage.samples >= self.quantum || self.router.pick(bytes).is_some() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::ConfigInvalid,
+            "produce",
+            "the next sample does not fit beside the unfinished quantum",
+        )
+        .with("sample_id", &next.sample_id)
+        .with("sample_bytes", bytes)
+        .with("unacknowledged_samples", usage.samples)
+        .with("unacknowledged_bytes", usage.bytes)
+        .with("arenas_bytes", self.router.arenas())
+        .remedy("give larger arenas, more servers, or a smaller quantum"))
     }
 
     /// Frees what earlier lives of this producer may have left on servers. Also at the end: a server
@@ -433,11 +416,14 @@ impl Producer {
         let settled = self.writer().settled()?;
         let more = settled.saturating_sub(self.window.total_settled());
         self.window.settled(settled.max(self.window.total_settled()))?;
-        let gone: Vec<SampleId> = {
-            let count = (more as usize).min(self.resident.len());
-            self.resident.drain(..count).collect()
-        };
+        let count = (more as usize).min(self.resident.len());
+        let mut gone = Vec::with_capacity(count);
+        for (id, server, bytes) in self.resident.drain(..count) {
+            self.router.give_back(server, bytes);
+            gone.push(id);
+        }
         self.samples.hand_over(&gone);
+        self.resting &= self.window.usage().samples >= self.quantum;
         let lost = self.writer().lost()?;
         for (id, &times) in &lost {
             if self.handled.contains(&(id.clone(), times)) || !self.writer().wants(id, &lost) {
@@ -462,24 +448,25 @@ impl Producer {
     /// Sends requests while there are prompts, free servers and room; or says why not.
     fn issue(&mut self, calls: &mut JoinSet<Call>) -> Result<(), Pause> {
         loop {
+            let layout = self.client.layout();
+            let size = |task: &Task| task.bytes(|tokens| layout.bytes(tokens));
             let waiting = self.reorder.len() as u64;
             let mut usage = self.window.usage();
-            usage.samples += waiting;
+            usage.samples += waiting + self.held.len() as u64;
             if let Some(room) = *self.room.lock() {
-                let tokens = self.pool.next_tokens(self.options.lease);
-                usage = usage.room(room, self.client.layout().bytes(tokens));
+                usage = usage.room(room, self.pool.next_bytes(self.options.lease, size));
             }
             let paused = self.flow.update(usage);
-            if self.pool.len() == 0 {
+            let Some(oldest) = self.pool.oldest().filter(|_| !self.resting) else {
                 return paused;
-            }
-            let Some(server) = self.router.pick() else { return paused };
-            let behind = self.reorder.len() >= self.options.reorder_buffer;
+            };
+            let Some((server, room)) = self.router.pick(size(oldest)) else { return paused };
+            let behind = self.options.ordered && self.reorder.len() >= self.options.reorder_buffer;
             let lease: Vec<Task> = if behind || (paused.is_err() && waiting > 0) {
                 // Only the one that all others wait for: without it nothing would ever go on.
                 self.pool.take(self.reorder.next()).into_iter().collect()
             } else if paused.is_ok() {
-                self.pool.lease(self.options.lease)
+                self.pool.lease(self.options.lease, room, size)
             } else {
                 Vec::new()
             };
@@ -487,6 +474,7 @@ impl Producer {
                 return paused;
             }
             let tokens = lease.iter().map(Task::tokens).sum();
+            self.router.fill(server, lease.iter().map(size).sum());
             let url = self.router.url(server).to_owned();
             if let Err(error) = self.journal.note(&url, lease.iter().map(|task| &task.sample_id)) {
                 tracing::warn!(%error, "a crash now could leave samples on a server");
@@ -497,32 +485,55 @@ impl Producer {
         }
     }
 
-    /// Takes what came of a request: publishes what is next in order.
-    async fn take(&mut self, answer: Answer) -> Result<()> {
+    /// Takes what came of a request.
+    fn take(&mut self, (server, tokens, answer): Call) -> Result<()> {
+        let dropped = self.router.end(server, tokens, answer.served);
+        self.produced.servers_dropped += u64::from(dropped);
         for (task, outcome) in answer.prompts {
-            match outcome {
-                Ok(descriptor) => self.reorder.put(task.order, Some(descriptor)),
-                Err(error) if error.message().contains("hard cap exceeded") => return Err(error),
-                Err(error) => {
-                    let order = task.order;
-                    if let Err(error) = self.pool.failed(task, &error) {
-                        tracing::error!(%error, "a prompt is given up");
-                        self.failures.push(error);
-                        self.reorder.put(order, None);
+            let layout = self.client.layout();
+            let bytes = task.bytes(|tokens| layout.bytes(tokens));
+            let error = match outcome {
+                Ok(captured) => {
+                    if let Some(watch) = &mut self.watch {
+                        watch(&captured.descriptor);
                     }
+                    self.reorder.put(task.order, Some((captured, server, bytes)));
+                    continue;
+                }
+                Err(error) => error,
+            };
+            self.router.give_back(server, bytes);
+            if error.message().contains("hard cap exceeded") {
+                return Err(error);
+            }
+            let order = task.order;
+            match self.pool.failed(task, &error) {
+                Ok(task) => {
+                    tracing::info!(%error, sample_id = %task.sample_id, "another attempt");
+                    let pause = self.options.pause * (1 << (task.attempt - 1).min(4));
+                    self.later.spawn(async move {
+                        tokio::time::sleep(pause).await;
+                        task
+                    });
+                }
+                Err(error) => {
+                    tracing::error!(%error, "a prompt is given up");
+                    self.failures.push(error);
+                    self.reorder.put(order, None);
                 }
             }
         }
-        let ready: Vec<Arc<Descriptor>> = self.reorder.ready().collect();
-        if ready.is_empty() {
+        Ok(())
+    }
+
+    /// Publishes what is captured and next in order.
+    async fn publish(&mut self) -> Result<()> {
+        if self.held.is_empty() {
             return Ok(());
         }
-        let strategy = self.client.layout().strategy.name();
-        let run = self.options.run_id.clone();
-        let refs = ready
-            .iter()
-            .map(|descriptor| SampleRef::new(descriptor, &*run, None, strategy))
-            .collect::<Result<Vec<_>>>()?;
+        let refs =
+            self.held.iter().map(|(it, ..)| self.announce(it)).collect::<Result<Vec<_>>>()?;
+        let ready = std::mem::take(&mut self.held);
         let mut writer = self.writer.take().expect("there until the run ends");
         let published = blocking(move || {
             let outcome = writer.publish(&refs);
@@ -532,17 +543,35 @@ impl Producer {
         self.writer = Some(writer);
         let count =
             outcome.as_ref().map_or_else(|unpublished| unpublished.published, |()| ready.len());
-        for descriptor in &ready[..count] {
-            self.window.published(descriptor.nbytes());
-            self.resident.push_back(descriptor.sample.sample_id.clone());
+        for (captured, server, bytes) in &ready[..count] {
+            self.window.published(captured.descriptor.nbytes());
+            self.resident.push_back((id_of(captured), *server, *bytes));
         }
         self.produced.published += count as u64;
         if let Err(unpublished) = outcome {
-            let rest: Vec<SampleId> =
-                ready[count..].iter().map(|d| d.sample.sample_id.clone()).collect();
+            let rest: Vec<SampleId> = ready[count..].iter().map(|(it, ..)| id_of(it)).collect();
             self.samples.abort_many(&rest).await;
             return Err(unpublished.error);
         }
         Ok(())
     }
+
+    /// The line that tells consumers of a sample.
+    fn announce(&self, captured: &Captured) -> Result<SampleRef> {
+        let strategy = self.client.layout().strategy.name();
+        let run = &*self.options.run_id;
+        let mut sample = SampleRef::new(&captured.descriptor, run, None, strategy)?;
+        if let Some(checksums) = &captured.checksums {
+            let entry = |(name, sum): (&FeatureName, &Checksum)| {
+                (name.to_string(), serde_json::Value::from(sum.to_string()))
+            };
+            let checksums: serde_json::Map<_, _> = checksums.iter().map(entry).collect();
+            sample.metadata.insert(CHECKSUMS.into(), checksums.into());
+        }
+        Ok(sample)
+    }
+}
+
+fn id_of(captured: &Captured) -> SampleId {
+    captured.descriptor.sample.sample_id.clone()
 }

@@ -18,12 +18,26 @@ pub struct Task {
     pub(super) order: u64,
     /// Attempts that failed.
     pub(super) attempt: u32,
+    /// Room that the sample takes in an arena, if that is known better than by its layout.
+    room: Option<u64>,
 }
 
 impl Task {
     /// A prompt that was not tried yet.
     pub fn new(sample_id: SampleId, input_ids: Vec<i64>, loss_mask: Vec<i64>) -> Self {
-        Self { sample_id, input_ids, loss_mask, order: 0, attempt: 0 }
+        Self { sample_id, input_ids, loss_mask, order: 0, attempt: 0, room: None }
+    }
+
+    /// Tells how many bytes of an arena the sample takes.
+    #[must_use]
+    pub fn room(mut self, bytes: u64) -> Self {
+        self.room = Some(bytes);
+        self
+    }
+
+    /// Bytes of an arena that the sample takes, where a layout takes `layout` for its tokens.
+    pub(super) fn bytes(&self, layout: impl FnOnce(u64) -> u64) -> u64 {
+        self.room.unwrap_or_else(|| layout(self.tokens()))
     }
 
     pub(super) fn tokens(&self) -> u64 {
@@ -75,13 +89,38 @@ impl Pool {
     }
 
     /// Bytes that the next lease needs at most.
-    pub(super) fn next_tokens(&self, most: usize) -> u64 {
-        self.waiting.iter().take(most).map(Task::tokens).sum()
+    pub(super) fn next_bytes(&self, most: usize, size: impl Fn(&Task) -> u64) -> u64 {
+        self.waiting.iter().take(most).map(size).sum()
     }
 
-    /// Takes up to `most` prompts for one request. The oldest is always among them, so that none
-    /// waits for ever.
-    pub(super) fn lease(&mut self, most: usize) -> Vec<Task> {
+    /// The prompt that is in the next lease for sure.
+    pub(super) fn oldest(&self) -> Option<&Task> {
+        self.waiting.front()
+    }
+
+    /// Takes up to `most` prompts for one request, as long as their `size` fits into `room`. The
+    /// oldest is always among them, so that none waits for ever.
+    pub(super) fn lease(
+        &mut self,
+        most: usize,
+        mut room: u64,
+        size: impl Fn(&Task) -> u64,
+    ) -> Vec<Task> {
+        let mut lease = self.arranged(most);
+        let mut fits = |task: &Task| {
+            let left = room.checked_sub(size(task));
+            room = left.unwrap_or(0);
+            left.is_some()
+        };
+        let whole = lease.iter().skip_while(|task| fits(task)).count();
+        let keep = (lease.len() - whole).max(1).min(lease.len());
+        for task in lease.drain(keep..).rev() {
+            self.waiting.push_front(task);
+        }
+        lease
+    }
+
+    fn arranged(&mut self, most: usize) -> Vec<Task> {
         let Some(oldest) = self.waiting.pop_front() else { return Vec::new() };
         let mut lease = vec![oldest];
         match self.batching {
@@ -115,9 +154,9 @@ impl Pool {
         self.waiting.remove(at)
     }
 
-    /// Takes a prompt back whose attempt failed: to the end of the queue, until it has had all its
-    /// attempts.
-    pub(super) fn failed(&mut self, mut task: Task, error: &Error) -> Result<()> {
+    /// Takes note of a failed attempt, and gives the prompt back to be tried again later, until it
+    /// has had all its attempts.
+    pub(super) fn failed(&mut self, mut task: Task, error: &Error) -> Result<Task> {
         task.attempt += 1;
         if !error.is_temporary() || task.attempt >= self.attempts {
             return Err(Error::new(
@@ -131,8 +170,7 @@ impl Pool {
             .remedy("look at the prompt and at the servers' logs, then run again"));
         }
         self.retries += 1;
-        self.waiting.push_back(task);
-        Ok(())
+        Ok(task)
     }
 }
 
@@ -149,6 +187,10 @@ mod tests {
         pool
     }
 
+    fn lease(pool: &mut Pool, most: usize) -> Vec<Task> {
+        pool.lease(most, u64::MAX, Task::tokens)
+    }
+
     fn lengths(lease: &[Task]) -> Vec<u64> {
         lease.iter().map(Task::tokens).collect()
     }
@@ -157,12 +199,21 @@ mod tests {
     fn buckets_hold_similar_lengths_and_always_the_oldest() {
         let given = [100, 5, 99, 7, 101, 6];
         let mut pool = pool(Batching::LengthBucketed, &given);
-        assert_eq!(lengths(&pool.lease(3)), [100, 99, 101]);
-        assert_eq!(lengths(&pool.lease(2)), [5, 6]);
-        assert_eq!(lengths(&pool.lease(9)), [7]);
-        assert!(pool.lease(9).is_empty());
+        assert_eq!(lengths(&lease(&mut pool, 3)), [100, 99, 101]);
+        assert_eq!(lengths(&lease(&mut pool, 2)), [5, 6]);
+        assert_eq!(lengths(&lease(&mut pool, 9)), [7]);
+        assert!(lease(&mut pool, 9).is_empty());
         let mut pool = self::pool(Batching::Shuffle, &given);
-        assert_eq!(lengths(&pool.lease(4)), [100, 5, 99, 7]);
+        assert_eq!(lengths(&lease(&mut pool, 4)), [100, 5, 99, 7]);
+    }
+
+    #[test]
+    fn a_lease_ends_where_the_room_does_and_what_is_left_keeps_its_place() {
+        let mut pool = pool(Batching::Shuffle, &[4, 3, 2, 1]);
+        assert_eq!(lengths(&pool.lease(4, 8, Task::tokens)), [4, 3]);
+        assert_eq!(lengths(&pool.lease(4, 0, Task::tokens)), [2], "never none");
+        assert_eq!(lengths(&pool.lease(4, 8, Task::tokens)), [1]);
+        assert!(pool.lease(4, 8, Task::tokens).is_empty());
     }
 
     #[test]
@@ -170,17 +221,18 @@ mod tests {
         let mut pool = pool(Batching::Shuffle, &[1, 2]);
         let busy = || Error::new(ErrorKind::Busy, "capture", "full");
         for _ in 0..2 {
-            let task = pool.lease(1).remove(0);
+            let task = lease(&mut pool, 1).remove(0);
             assert_eq!(task.tokens(), 1);
-            pool.failed(task, &busy()).unwrap();
-            let other = pool.lease(1).remove(0);
+            let again = pool.failed(task, &busy()).unwrap();
+            pool.add(again);
+            let other = lease(&mut pool, 1).remove(0);
             assert_eq!(other.tokens(), 2, "it does not hold up others");
             pool.add(other);
         }
-        let task = pool.lease(1).remove(0);
+        let task = lease(&mut pool, 1).remove(0);
         let error = pool.failed(task, &busy()).unwrap_err();
         assert_eq!(error.context("attempts"), Some("3"), "{error}");
-        let task = pool.lease(1).remove(0);
+        let task = lease(&mut pool, 1).remove(0);
         let refused = Error::new(ErrorKind::Corrupt, "check", "other layers");
         assert!(pool.failed(task, &refused).is_err(), "another attempt does not mend it");
         assert_eq!(pool.retries, 2);

@@ -2,6 +2,8 @@
 
 use transport_core::{Error, ErrorKind, Result};
 
+use super::ProducerOptions;
+
 /// How requests are spread over servers.
 #[derive(
     Clone,
@@ -21,6 +23,8 @@ pub enum Routing {
     Shared,
     /// The server with the fewest tokens under way.
     LeastTokens,
+    /// The server with the most room in its arena, where the arenas' sizes are known.
+    MostRoom,
 }
 
 /// One server, as the producer sees it.
@@ -29,8 +33,16 @@ struct Server {
     url: String,
     calls: usize,
     tokens: u64,
+    arena: Option<u64>,
+    taken: u64,    // of the arena, by what is under way or not settled
     failures: u32, // in a row
     dropped: bool,
+}
+
+impl Server {
+    fn room(&self) -> u64 {
+        self.arena.map_or(u64::MAX, |bytes| bytes.saturating_sub(self.taken))
+    }
 }
 
 /// Spreads requests and drops servers that keep failing.
@@ -39,43 +51,68 @@ pub(super) struct Router {
     servers: Vec<Server>,
     routing: Routing,
     calls: usize,
+    in_all: usize,
     failures: u32,
     next: usize,
 }
 
 impl Router {
-    /// Servers with at most `calls` requests each; one is dropped after `failures` in a row.
-    pub(super) fn new(urls: &[String], routing: Routing, calls: usize, failures: u32) -> Self {
-        let server = |url: &String| Server {
+    /// Routes as `options` say.
+    pub(super) fn new(options: &ProducerOptions) -> Self {
+        let server = |(at, url): (usize, &String)| Server {
             url: url.trim_end_matches('/').to_owned(),
             calls: 0,
             tokens: 0,
+            arena: options.arenas.get(at).copied(),
+            taken: 0,
             failures: 0,
             dropped: false,
         };
         Self {
-            servers: urls.iter().map(server).collect(),
-            routing,
-            calls: calls.max(1),
-            failures: failures.max(1),
+            servers: options.servers.iter().enumerate().map(server).collect(),
+            routing: options.routing,
+            calls: options.concurrency.max(1),
+            in_all: options.in_flight.unwrap_or(usize::MAX).max(1),
+            failures: options.server_failures.max(1),
             next: 0,
         }
     }
 
-    /// A server for a request; none while all are busy.
-    pub(super) fn pick(&mut self) -> Option<usize> {
+    /// A server for a request that takes at least `bytes`, and its room; none while all are busy or
+    /// full.
+    pub(super) fn pick(&mut self, bytes: u64) -> Option<(usize, u64)> {
         let count = self.servers.len();
+        if self.servers.iter().map(|server| server.calls).sum::<usize>() >= self.in_all {
+            return None;
+        }
         let free = |at: &usize| {
             let server = &self.servers[*at];
-            !server.dropped && server.calls < self.calls
+            !server.dropped && server.calls < self.calls && server.room() >= bytes
         };
         let from_next = (0..count).map(|i| (self.next + i) % count).filter(free);
         let picked = match self.routing {
             Routing::Shared => from_next.min_by_key(|_| 0),
             Routing::LeastTokens => from_next.min_by_key(|&at| self.servers[at].tokens),
+            Routing::MostRoom => from_next.min_by_key(|&at| u64::MAX - self.servers[at].room()),
         }?;
         self.next = (picked + 1) % count;
-        Some(picked)
+        Some((picked, self.servers[picked].room()))
+    }
+
+    /// Room of all servers' arenas together, as far as it is known.
+    pub(super) fn arenas(&self) -> u64 {
+        self.servers.iter().filter_map(|server| server.arena).sum()
+    }
+
+    /// Takes room of a server's arena, for what is sent there.
+    pub(super) fn fill(&mut self, server: usize, bytes: u64) {
+        self.servers[server].taken += bytes;
+    }
+
+    /// Gives room of a server's arena back.
+    pub(super) fn give_back(&mut self, server: usize, bytes: u64) {
+        let server = &mut self.servers[server];
+        server.taken = server.taken.saturating_sub(bytes);
     }
 
     pub(super) fn url(&self, server: usize) -> &str {
@@ -134,7 +171,31 @@ mod tests {
     use super::*;
 
     fn router(routing: Routing) -> Router {
-        Router::new(&["http://a/".into(), "http://b".into()], routing, 2, 3)
+        let servers = vec!["http://a/".into(), "http://b".into()];
+        let mut options = ProducerOptions::new(servers, "run");
+        (options.routing, options.concurrency, options.server_failures) = (routing, 2, 3);
+        (options.arenas, options.in_flight) = (vec![100, 80], Some(4));
+        Router::new(&options)
+    }
+
+    fn pick(router: &mut Router) -> Option<usize> {
+        router.pick(0).map(|(server, _)| server)
+    }
+
+    #[test]
+    fn a_request_goes_only_where_it_fits() {
+        let mut router = router(Routing::MostRoom);
+        assert_eq!(router.pick(90), Some((0, 100)));
+        router.fill(0, 90);
+        assert_eq!(router.pick(5), Some((1, 80)), "the most room");
+        router.fill(1, 75);
+        assert_eq!(router.pick(11), None);
+        router.give_back(0, 90);
+        assert_eq!((router.pick(11), router.arenas()), (Some((0, 100)), 180));
+        for server in [0, 0, 1, 1] {
+            router.begin(server, 1);
+        }
+        assert_eq!(router.pick(0), None, "as many calls as there may be");
     }
 
     #[test]
@@ -142,17 +203,17 @@ mod tests {
         let mut router = router(Routing::LeastTokens);
         let mut load = [0; 2];
         for tokens in [1000, 10, 10] {
-            let server = router.pick().unwrap();
+            let server = pick(&mut router).unwrap();
             router.begin(server, tokens);
             load[server] += tokens;
         }
         assert_eq!(load, [1000, 20]);
-        let last = router.pick().unwrap();
+        let last = pick(&mut router).unwrap();
         assert_eq!(router.url(last), "http://a", "b is busy");
         router.begin(last, 1);
-        assert!(router.pick().is_none());
+        assert!(pick(&mut router).is_none());
         router.end(1, 10, true);
-        assert_eq!(router.pick(), Some(1));
+        assert_eq!(pick(&mut router), Some(1));
     }
 
     #[test]
@@ -160,7 +221,7 @@ mod tests {
         let mut router = router(Routing::Shared);
         let order: Vec<_> = (0..4)
             .map(|_| {
-                let server = router.pick().unwrap();
+                let server = pick(&mut router).unwrap();
                 router.begin(server, 1);
                 server
             })
@@ -181,7 +242,7 @@ mod tests {
         assert!(!router.end(0, 1, true), "an answer in between");
         assert!(!fail(&mut router, 0) && !fail(&mut router, 0) && fail(&mut router, 0));
         router.check(5).unwrap();
-        assert_eq!(router.pick(), Some(1), "the survivor goes on");
+        assert_eq!(pick(&mut router), Some(1), "the survivor goes on");
         for _ in 0..3 {
             fail(&mut router, 1);
         }

@@ -181,7 +181,7 @@ async fn d3_a_lost_answer_is_tried_again_with_replace_and_leaves_nothing() {
     assert_eq!(samples.health().provisional, 1);
     task.attempt = 1;
     let answer = client.capture(&url, vec![task]).await;
-    let descriptor = answer.prompts[0].1.as_ref().unwrap();
+    let descriptor = &answer.prompts[0].1.as_ref().unwrap().descriptor;
     assert_eq!(descriptor.sample.generation.0, 1, "never a second generation");
     let seen = server.seen.lock().clone();
     assert_eq!((seen[0].1, seen[1].1), (false, true));
@@ -209,7 +209,7 @@ async fn a_retry_on_another_replica_does_not_strand_the_first_and_one_place_is_o
     endpoints.tell(&url, "elsewhere:1".parse().unwrap());
     let mut lost = client.capture(&url, tasks(1)).await.prompts.remove(0).0;
     lost.attempt = 1;
-    let captured = client.capture(&other, vec![lost]).await.prompts.remove(0).1.unwrap();
+    let captured = client.capture(&other, vec![lost]).await.prompts.remove(0).1.unwrap().descriptor;
     assert_eq!(second.seen.lock().len(), 1);
     assert_eq!(samples.places(&captured.sample), [&*url], "it may still hold its own");
     // A second address of the same server is no other place: nothing is freed there.
@@ -217,7 +217,7 @@ async fn a_retry_on_another_replica_does_not_strand_the_first_and_one_place_is_o
     endpoints.learn(&alias, &captured);
     let mut lost = client.capture(&alias, vec![task(5)]).await.prompts.remove(0).0;
     lost.attempt = 1;
-    let captured = client.capture(&other, vec![lost]).await.prompts.remove(0).1.unwrap();
+    let captured = client.capture(&other, vec![lost]).await.prompts.remove(0).1.unwrap().descriptor;
     assert!(samples.places(&captured.sample).is_empty());
 }
 
@@ -324,6 +324,7 @@ fn options(urls: &[&String]) -> ProducerOptions {
     options.poll = Duration::from_millis(5);
     options.lease = 3;
     options.concurrency = 2;
+    options.pause = Duration::from_millis(5);
     options
 }
 
@@ -423,7 +424,7 @@ async fn a_restart_publishes_what_is_missing_and_frees_what_was_under_way() {
         let all = tasks(3);
         journal.note(&url, all.iter().map(|task| &task.sample_id)).unwrap();
         let answer = client.capture(&url, all).await;
-        let first = answer.prompts[0].1.as_ref().unwrap();
+        let first = &answer.prompts[0].1.as_ref().unwrap().descriptor;
         let first = SampleRef::new(first, "run", None, "dspark").unwrap();
         RefWriter::open(folder.path()).unwrap().publish(&[first]).unwrap();
     }
