@@ -6,8 +6,8 @@ use std::{path::PathBuf, time::Duration};
 use control_proto::{
     SampleRef, Secret,
     capture::{
-        self, CaptureOutcome, CaptureRequest, Checksum, Form, Passthrough, Prompt, Row,
-        SampleRequest,
+        self, CaptureOutcome, CaptureRequest, Checksum, ChecksumKind, Form, Passthrough, Prompt,
+        Row, SampleRequest,
     },
     control::{self, ArenaInfo, Code, Hello, Request, Response, ServerHello, ShmInfo},
     mooncake::{
@@ -132,8 +132,11 @@ fn failed(id: &str) -> CaptureOutcome {
 fn responses_to_captures() -> Vec<(&'static str, Form, bool, Vec<Row>)> {
     let row = |outcome| Row { outcome, checksums: None };
     let captured = |location, seq| CaptureOutcome::Captured(descriptor(location, seq));
-    let checksums =
-        tensors().into_iter().zip(10..).map(|(t, sum)| (name(t.0), Checksum(sum))).collect();
+    let checksums = tensors()
+        .into_iter()
+        .zip(10..)
+        .map(|(t, sum)| (name(t.0), Checksum::new(ChecksumKind::Xxh3, sum)))
+        .collect();
     vec![
         (
             "capture/response_patch.json",

@@ -5,6 +5,7 @@
 
 use std::{hint::black_box, time::Instant};
 
+use control_proto::capture::{ChecksumKind, Mixsum};
 use featurestore::workload::Stream;
 use transport_core::{FeatureName, Result, SampleId};
 
@@ -26,8 +27,12 @@ fn main() -> Result<()> {
         println!("{name:<22} {:6.2} GB/s", BYTES as f64 / 1e9 / seconds);
     };
     best("make", &|out| stream.write(0, out));
-    best("make and hash", &|out| _ = black_box(stream.write_hashed(out)));
-    best("hash", &|out| _ = black_box(xxhash_rust::xxh3::xxh3_64(out)));
+    for kind in ChecksumKind::ALL {
+        let name = format!("make, and {kind}");
+        best(&name, &|out| _ = black_box(stream.write_hashed(out, kind)));
+    }
+    best("xxh3", &|out| _ = black_box(xxhash_rust::xxh3::xxh3_64(out)));
+    best("mixsum", &|out| _ = black_box(Mixsum::of(out)));
     best("fill with a constant", &|out| out.fill(7));
     Ok(())
 }

@@ -1,6 +1,9 @@
 //! Choosing a transport: once, from the configuration and a probe, with the reasons kept.
 
 #[cfg(feature = "direct")]
+#[cfg_attr(not(feature = "cuda"), path = "choose/device/absent.rs")]
+mod device;
+#[cfg(feature = "direct")]
 mod direct;
 #[cfg_attr(
     not(all(feature = "direct", any(feature = "mooncake", feature = "mooncake-python"))),
@@ -56,12 +59,12 @@ impl Choice {
 
     /// The choice as a small table, a line each.
     pub fn lines(&self) -> impl Iterator<Item = String> + '_ {
-        let head = "transport  available  configured  suitable  reason".to_owned();
+        let head = "transport      available  configured  suitable  reason".to_owned();
         let yes = |flag| if flag { "yes" } else { "no" };
         let row = move |c: &Candidate| {
             let chosen = if c.scheme == self.chosen { "*" } else { " " };
             format!(
-                "{chosen} {:<9}{:<11}{:<12}{:<10}{}",
+                "{chosen} {:<13}{:<11}{:<12}{:<10}{}",
                 c.scheme,
                 yes(c.available),
                 yes(c.configured),
@@ -89,8 +92,21 @@ type Finding = Result<String, String>;
 struct Probe {
     shm: Finding,
     tcp: Finding,
+    #[cfg(feature = "direct")]
+    devices: device::Devices,
     /// Why a server could not be asked at all, where one could not.
     unreachable: Option<Error>,
+}
+
+/// What a survey found.
+pub(crate) struct Survey {
+    /// Every transport that this build knows, best first.
+    pub(crate) candidates: Vec<Candidate>,
+    /// Why a server could not be asked at all, where one could not.
+    pub(crate) unreachable: Option<Error>,
+    /// What has opened the servers' device memory already.
+    #[cfg(feature = "direct")]
+    reader: Option<device::Reader>,
 }
 
 /// Chooses, and puts the transport together.
@@ -99,13 +115,17 @@ pub(crate) async fn open(
     servers: &[SessionName],
     client: &ClientId,
 ) -> Result<(Arc<dyn Transport>, Choice)> {
-    let choice = {
+    let (mut survey, choice) = {
         let (config, servers) = (config.clone(), servers.to_vec());
-        tokio::task::spawn_blocking(move || choose(&config, &servers)).await.map_err(|e| {
+        let choosing = tokio::task::spawn_blocking(move || {
+            let survey = survey(&config, &servers, Scope::Asked);
+            decide(&config, survey)
+        });
+        choosing.await.map_err(|e| {
             Error::new(ErrorKind::Unexpected, "choose", "the probe panicked").source(e)
         })??
     };
-    let transport = connect(config, servers, client, &choice).await?;
+    let transport = connect(config, servers, client, &choice, &mut survey).await?;
     Ok((transport, choice))
 }
 
@@ -115,14 +135,17 @@ async fn connect(
     servers: &[SessionName],
     client: &ClientId,
     choice: &Choice,
+    survey: &mut Survey,
 ) -> Result<Arc<dyn Transport>> {
     match choice.chosen.as_str() {
         #[cfg(feature = "store")]
         "store" => store::connect(config, choice).await,
         #[cfg(feature = "direct")]
-        "shm" | "tcp" | "mooncake" => direct::connect(config, servers, client, choice).await,
+        "nvlink_intra" | "nvlink" | "shm" | "tcp" | "mooncake" => {
+            direct::connect(config, servers, client, choice, survey.reader.take()).await
+        }
         absent => {
-            let _ = (config, servers, client); // a build without any transport
+            let _ = (config, servers, client, survey); // a build without any transport
             Err(Error::new(ErrorKind::Unsupported, "open", "this build has no such transport")
                 .with("transport", absent))
         }
@@ -139,33 +162,25 @@ pub(crate) enum Scope {
     Everything,
 }
 
-/// Every transport that this build knows, best first, and why a server could not be asked at all,
-/// where one could not. Blocks.
-pub(crate) fn survey(
-    config: &Config,
-    servers: &[SessionName],
-    scope: Scope,
-) -> (Vec<Candidate>, Option<Error>) {
+/// Looks at every transport that this build knows. Blocks.
+pub(crate) fn survey(config: &Config, servers: &[SessionName], scope: Scope) -> Survey {
     let asked = config.transport;
-    let stores = asked == TransportChoice::Store;
+    let (stores, auto) = (asked == TransportChoice::Store, asked == TransportChoice::Auto);
     let everything = scope == Scope::Everything;
-    let Probe { shm, tcp, unreachable } = if everything || !stores {
-        probe(config, servers)
+    let devices_wanted = match everything || asked.is_of_devices() {
+        true => true,
+        // By itself a device says nothing about the servers.
+        false => auto && !servers.is_empty(),
+    };
+    let found = if everything || !stores {
+        probe(config, servers, devices_wanted)
     } else {
-        let left_out = || Err("not probed, because the store is asked for".to_owned());
-        Probe { shm: left_out(), tcp: left_out(), unreachable: None }
+        Probe::left_out("not probed, because the store is asked for")
     };
     let store = if everything || stores {
         probe_store(config)
     } else {
         Err("not probed; ask for it by name: transport = store".to_owned())
-    };
-    let candidate = |scheme: &str, configured, finding: Finding| Candidate {
-        scheme: scheme.to_owned(),
-        available: finding.is_ok(),
-        configured,
-        suitable: finding.is_ok(),
-        reason: finding.unwrap_or_else(|why| why),
     };
     // Nothing that it reaches is out of reach of tcp, unless another protocol is asked for.
     let engine = match asked {
@@ -173,31 +188,65 @@ pub(crate) fn survey(
         _ if everything => engine::look(&config.mooncake),
         _ => Err("not probed; ask for it by name: transport = mooncake".to_owned()),
     };
-    let auto = asked == TransportChoice::Auto;
-    let mut candidates = vec![
-        candidate("shm", auto || asked == TransportChoice::Shm, shm),
-        candidate("tcp", auto || asked == TransportChoice::Tcp, tcp),
+    #[cfg(feature = "direct")]
+    let (intra, fabric, reader) = {
+        let device::Devices { intra, fabric, reader } = found.devices;
+        (intra, fabric, reader)
+    };
+    #[cfg(not(feature = "direct"))]
+    let (intra, fabric): (Finding, Finding) = (found.tcp.clone(), found.tcp.clone());
+    let candidate = |choice: TransportChoice, finding: Finding| {
         // Where a sample is was decided by who published it: nothing that is found here takes it
         // from a server's memory to the store.
-        candidate("store", stores, store),
-        candidate("mooncake", asked == TransportChoice::Mooncake, engine),
+        let by_name = matches!(choice, TransportChoice::Store | TransportChoice::Mooncake);
+        let configured = asked == choice || (auto && !by_name);
+        Candidate {
+            scheme: choice.to_string(),
+            available: finding.is_ok(),
+            configured,
+            suitable: finding.is_ok() && (configured || !by_name),
+            reason: finding.unwrap_or_else(|why| why),
+        }
+    };
+    let mut candidates = vec![
+        candidate(TransportChoice::NvlinkIntra, intra),
+        candidate(TransportChoice::Nvlink, fabric),
+        candidate(TransportChoice::Shm, found.shm),
+        candidate(TransportChoice::Tcp, found.tcp),
+        candidate(TransportChoice::Store, store),
+        candidate(TransportChoice::Mooncake, engine),
     ];
-    if candidates[0].available && candidates[0].configured {
-        candidates[1].suitable = asked == TransportChoice::Tcp; // a copy that shm spares
+    let mapped = candidates.iter().any(|c| c.scheme == "shm" && c.available && c.configured);
+    if let Some(tcp) = candidates.iter_mut().find(|c| c.scheme == "tcp" && mapped) {
+        tcp.suitable = asked == TransportChoice::Tcp; // a copy that shm spares
     }
-    for by_name in &mut candidates[2..] {
-        by_name.suitable &= by_name.configured;
+    Survey {
+        candidates,
+        unreachable: found.unreachable,
+        #[cfg(feature = "direct")]
+        reader,
     }
-    (candidates, unreachable)
+}
+
+impl Probe {
+    /// Nobody has looked, or can.
+    fn left_out(why: &str) -> Self {
+        Self {
+            shm: Err(why.to_owned()),
+            tcp: Err(why.to_owned()),
+            #[cfg(feature = "direct")]
+            devices: device::Devices::none(why),
+            unreachable: None,
+        }
+    }
 }
 
 #[cfg(feature = "direct")]
 use direct::probe;
 
 #[cfg(not(feature = "direct"))]
-fn probe(_: &Config, _: &[SessionName]) -> Probe {
-    let absent = || Err("built without the feature direct".to_owned());
-    Probe { shm: absent(), tcp: absent(), unreachable: None }
+fn probe(_: &Config, _: &[SessionName], _: bool) -> Probe {
+    Probe::left_out("built without the feature direct")
 }
 
 #[cfg(feature = "store")]
@@ -214,7 +263,8 @@ fn probe_store(_: &Config) -> Finding {
 
 /// Decides which transport reads from `servers`, given by their control addresses.
 ///
-/// `shm` is available when the memory of every server really can be mapped here; `tcp` when every
+/// `nvlink_intra` and `nvlink` are available when the memory of every server lies on devices and
+/// really can be opened on [`Config::device`]; `shm` when the memory of every server really can be mapped here; `tcp` when every
 /// server answers. The others have to be asked for by name: `store` is available when Mooncake is here
 /// and its master answers, `mooncake` when Mooncake is here and runs the configured protocol. Nothing is left connected. Blocks, for at most 5 s a server.
 ///
@@ -225,20 +275,16 @@ fn probe_store(_: &Config) -> Finding {
 /// - [`ErrorKind::Unsupported`], permanent: the transport asked for by name is not available or,
 ///   in strict mode, the best one is not.
 pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
-    let (candidates, unreachable) = survey(config, servers, Scope::Asked);
-    decide(config, candidates, unreachable)
+    decide(config, survey(config, servers, Scope::Asked)).map(|(_, choice)| choice)
 }
 
 /// Takes the first candidate that is available and configured.
-pub(crate) fn decide(
-    config: &Config,
-    candidates: Vec<Candidate>,
-    unreachable: Option<Error>,
-) -> Result<Choice> {
+pub(crate) fn decide(config: &Config, survey: Survey) -> Result<(Survey, Choice)> {
     let asked = config.transport;
+    let candidates = survey.candidates.clone();
     let usable = candidates.iter().find(|c| c.available && c.configured);
     let Some(chosen) = usable.map(|c| c.scheme.clone()) else {
-        if let Some(cause) = unreachable {
+        if let Some(cause) = survey.unreachable {
             return Err(cause); // no transport of this kind is to blame
         }
         let why = candidates.iter().filter(|c| c.configured);
@@ -247,20 +293,27 @@ pub(crate) fn decide(
         let error = Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "));
         return Err(match asked {
             TransportChoice::Store | TransportChoice::Mooncake => error,
-            _ => error
-                .remedy("start the servers on this host as the same user for shm, or choose tcp"),
+            TransportChoice::NvlinkIntra | TransportChoice::Nvlink => error.remedy(
+                "start the servers with the same transport, and give this process a GPU that \
+                 reaches theirs",
+            ),
+            _ => error.remedy(
+                "start the servers on this host as the same user for shm, or choose tcp; samples in \
+                 device memory need a trainer with a GPU",
+            ),
         });
     };
-    if config.strict && asked == TransportChoice::Auto && chosen != "shm" {
+    if config.strict && asked == TransportChoice::Auto && chosen == "tcp" {
+        let shm = candidates.iter().find(|c| c.scheme == "shm");
         return Err(Error::new(
             ErrorKind::Unsupported,
             "choose transport",
             format!(
                 "strict mode takes only the best transport, and shm is not available: {}",
-                candidates[0].reason
+                shm.map_or("", |shm| shm.reason.as_str())
             ),
         )
         .remedy("name the transport, such as --transport tcp, or leave strict mode"));
     }
-    Ok(Choice { candidates, chosen })
+    Ok((survey, Choice { candidates, chosen }))
 }

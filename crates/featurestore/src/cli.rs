@@ -127,8 +127,14 @@ struct PipelineArgs {
     /// Capture servers to start.
     #[arg(long, default_value_t = 2)]
     servers: usize,
+    /// GPUs of the servers' arenas, in turn, such as 0,1; --device if not given.
+    #[arg(long, value_delimiter = ',', value_name = "DEVICES")]
+    server_devices: Vec<u32>,
+    /// GPU of the trainer's pool; --device if not given.
+    #[arg(long, value_name = "DEVICE")]
+    trainer_device: Option<u32>,
     /// TOML file with settings; flags and FEATURESTORE_* variables come before it. What counts
-    /// here: arena, arena_kind, transport, strict, pool, lease, deadline, token.
+    /// here: arena, arena_kind, transport, strict, pool, device, lease, deadline, token.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -244,6 +250,11 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.arena = ServerConfig::from_settings(&settings)?.arena;
     options.config.clone_from(&args.config);
     options.transport = config.transport;
+    options.server_devices.clone_from(&args.server_devices);
+    if options.server_devices.is_empty() {
+        options.server_devices.push(config.device);
+    }
+    options.trainer_device = args.trainer_device.unwrap_or(config.device);
     options.strict = config.strict;
     options.mooncake = config.mooncake;
     options.pool = config.pool;

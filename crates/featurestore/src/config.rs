@@ -58,7 +58,11 @@ const fn optional(name: &'static str, help: &'static str) -> Key {
 
 /// Every setting.
 pub const KEYS: &[Key] = &[
-    key("transport", "auto", "how samples are moved: auto, shm, tcp, mooncake or store"),
+    key(
+        "transport",
+        "auto",
+        "how samples are moved: auto, nvlink_intra, nvlink, shm, tcp, mooncake or store",
+    ),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
     optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
@@ -67,9 +71,11 @@ pub const KEYS: &[Key] = &[
     optional("arena", "size of a server's arena, such as 2GiB"),
     key(
         "arena_kind",
-        "shared",
-        "what an arena is made of: shared (other processes can map it) or heap",
+        "auto",
+        "what an arena is made of: device, shared (other processes can map it), heap, or auto for \
+         what the transport reads best",
     ),
+    key("device", "0", "number of the GPU that a server's arena or a trainer's pool is on"),
     key("http", "127.0.0.1:0", "address of the capture server's HTTP port; port 0 picks one"),
     key("data", "127.0.0.1:0", "address of the peer handshake that data sessions name"),
     key("control", "127.0.0.1:0", "address of the control listener that takes frees"),
@@ -328,9 +334,12 @@ mod tests {
         }
         let error = "shn".parse::<TransportChoice>().unwrap_err().to_string();
         assert!(error.contains("did you mean shm"), "{error}");
-        for text in ["", "rdma", "nvlink-intra"] {
+        for text in ["nvlink_intra", "NVLink-Intra"] {
+            assert_eq!(text.parse::<TransportChoice>().unwrap(), TransportChoice::NvlinkIntra);
+        }
+        for text in ["", "rdma", "cuda"] {
             let error = text.parse::<TransportChoice>().unwrap_err().to_string();
-            assert!(error.contains("auto, shm, tcp, mooncake, store"), "{error}");
+            assert!(error.contains("auto, nvlink_intra, nvlink, shm, tcp"), "{error}");
         }
     }
 

@@ -175,6 +175,11 @@ impl Sample {
         listed.map(|(name, sum)| (name.to_string(), sum)).collect()
     }
 
+    /// sha256 of one tensor, if the manifest lists it.
+    pub fn sha256_of(&self, name: &FeatureName) -> Option<&str> {
+        self.tensors.get(name)?.sha256.as_deref()
+    }
+
     /// Element type and shape of one tensor.
     pub fn meta(&self, name: &FeatureName) -> Result<&TensorMeta> {
         self.stored(name).map(|stored| &stored.meta)

@@ -11,6 +11,7 @@
 //! |---|---|---|
 //! | `cli` | yes | the binary, and the modules that it is made of: `server`, `pipeline`, `input`, … |
 //! | `direct` | yes | reading a capture server's memory, by the engines `shm` and `tcp` |
+//! | `cuda` | no | arenas, pools and the engine of devices: transports `nvlink_intra` and `nvlink` |
 //! | `lifecycle` | yes | what becomes of samples: ledger, acknowledgement, ranks, producer, consumer, … |
 //! | `rollout` | yes | rollouts: ragged columns over the other transports |
 //! | `store` | no | Mooncake Store; one of the next two loads it at run time |

@@ -1,12 +1,16 @@
 //! The capture server: an arena that answers `POST /generate` as inference servers do.
 
+mod fill;
 mod generate;
 mod listen;
+mod memory;
 mod metrics;
 mod pace;
 mod publisher;
 #[cfg(feature = "store")]
 mod store;
+#[cfg(all(test, feature = "cuda"))]
+mod tests;
 
 use std::{
     io::Read,
@@ -104,6 +108,10 @@ pub struct ReadyLine {
     pub epoch: Option<u64>,
     /// Size of the arena, or of the object memory that the server adds to a store.
     pub arena_bytes: u64,
+    /// What samples lie in: `device`, `shared`, `heap` or, with a store, `store`.
+    pub memory: &'static str,
+    /// Why in that.
+    pub memory_reason: String,
     /// Memory registrations so far; no sample adds one.
     pub registrations: u64,
 }
@@ -131,6 +139,15 @@ impl CaptureServer {
         let (Some(listener), Some(publisher)) = (listener, publisher) else {
             unreachable!("what is missing is a problem, and problems end this");
         };
+        Self::over(listener, publisher, config, source).await
+    }
+
+    async fn over(
+        listener: TcpListener,
+        publisher: Publisher,
+        config: &ServerConfig,
+        source: Source,
+    ) -> Result<Self> {
         let registrations = publisher.health().await?.registrations;
         let http = listener.local_addr().map_err(|e| Error::io("bind http port", e))?;
         let state = Arc::new(Shared {
@@ -160,6 +177,8 @@ impl CaptureServer {
             control: identity.control,
             epoch: identity.epoch,
             arena_bytes: identity.capacity,
+            memory: identity.memory,
+            memory_reason: identity.memory_reason,
             registrations: self.registrations,
         }
     }

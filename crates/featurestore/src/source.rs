@@ -1,6 +1,6 @@
 //! What a capture server fills its samples with.
 
-use control_proto::capture::{Checksum, Prompt};
+use control_proto::capture::{Checksum, ChecksumKind, Mixsum, Prompt};
 use transport_core::{Error, ErrorKind, FeatureName, Result, TensorMeta};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -72,33 +72,64 @@ impl Source {
         Ok(tensors)
     }
 
-    /// Fills tensor `index` of the plan into `out`; returns its checksum if `hashed`.
+    /// Fills tensor `index` of the plan into `out`; returns its checksum of the kind that is `wanted`.
     pub fn fill(
         &self,
         prompt: &Prompt,
         index: usize,
         out: &mut [u8],
-        hashed: bool,
+        wanted: Option<ChecksumKind>,
     ) -> Result<Option<Checksum>> {
-        let request = &prompt.sample;
-        let captured =
-            usize::from(request.aux.is_some()) + usize::from(request.last_hidden.is_some());
-        if let Some(carried) = index.checked_sub(captured) {
-            request.passthrough[carried].write_le(out);
-        } else {
-            let name = request.names().nth(index).expect("an index of the plan");
-            let sample = &request.sample.sample_id;
-            match self {
-                Self::Synthetic { seed, .. } => {
-                    let stream = Stream::new(*seed, sample, name);
-                    if hashed {
-                        return Ok(Some(Checksum(stream.write_hashed(out))));
-                    }
-                    stream.write(0, out);
-                }
-                Self::Folder(folder) => folder.sample(sample.as_str())?.read(name, out)?,
-            }
+        match (self.made(prompt, index), wanted) {
+            (Some(stream), Some(kind)) => return Ok(Some(stream.write_hashed(out, kind))),
+            (Some(stream), None) => stream.write(0, out),
+            (None, _) => self.read(prompt, index, out)?,
         }
-        Ok(hashed.then(|| Checksum(xxh3_64(out))))
+        Ok(wanted.map(|kind| checksum(kind, out)))
     }
+
+    /// What tensor `index` of the plan is made by; none if its bytes are given.
+    pub fn made(&self, prompt: &Prompt, index: usize) -> Option<Stream> {
+        let Self::Synthetic { seed, .. } = self else { return None };
+        let name = captured(prompt, index)?;
+        Some(Stream::new(*seed, &prompt.sample.sample.sample_id, name))
+    }
+
+    /// Reads tensor `index` of the plan, whose bytes are given, into `out`.
+    pub fn read(&self, prompt: &Prompt, index: usize, out: &mut [u8]) -> Result<()> {
+        let request = &prompt.sample;
+        match (captured(prompt, index), self) {
+            (None, _) => {
+                let before = request.names().count() - request.passthrough.len();
+                request.passthrough[index - before].write_le(out);
+                Ok(())
+            }
+            (Some(name), Self::Folder(folder)) => {
+                folder.sample(request.sample.sample_id.as_str())?.read(name, out)
+            }
+            (Some(_), Self::Synthetic { .. }) => unreachable!("it is made, not given"),
+        }
+    }
+
+    /// The sha256 that tensor `index` of the plan has by a manifest, if there is one.
+    pub fn sha256(&self, prompt: &Prompt, index: usize) -> Option<&str> {
+        let Self::Folder(folder) = self else { return None };
+        let sample = folder.sample(prompt.sample.sample.sample_id.as_str()).ok()?;
+        sample.sha256_of(captured(prompt, index)?)
+    }
+}
+
+/// The checksum of bytes of the host.
+pub fn checksum(kind: ChecksumKind, bytes: &[u8]) -> Checksum {
+    let value = match kind {
+        ChecksumKind::Xxh3 => xxh3_64(bytes),
+        ChecksumKind::Mixsum => Mixsum::of(bytes),
+    };
+    Checksum::new(kind, value)
+}
+
+/// The name of tensor `index` of the plan, if the model makes it rather than the request.
+fn captured(prompt: &Prompt, index: usize) -> Option<&FeatureName> {
+    let request = &prompt.sample;
+    request.aux.iter().chain(&request.last_hidden).nth(index)
 }

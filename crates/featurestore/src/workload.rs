@@ -4,6 +4,7 @@
 //! of it can be made again for a comparison. Values are finite bfloat16 numbers with magnitudes
 //! from 1/8 to 1/2.
 
+use control_proto::capture::{Checksum, ChecksumKind, Mixsum};
 use transport_core::{Dtype, Error, ErrorKind, FeatureName, Result, SampleId, TensorMeta};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
@@ -118,6 +119,12 @@ impl Stream {
         Self(xxh3_64_with_seed(name.as_str().as_bytes(), sample))
     }
 
+    /// What the words count on from: word number `n`, counted from 1, is made of it plus `n` times
+    /// `0x9e3779b97f4a7c15`.
+    pub fn counter(self) -> u64 {
+        self.0
+    }
+
     /// Writes the tensor's bytes from byte `offset` on, which is a multiple of 8.
     pub fn write(self, offset: u64, out: &mut [u8]) {
         debug_assert!(offset.is_multiple_of(8));
@@ -133,16 +140,30 @@ impl Stream {
         tail.copy_from_slice(&last[..len]);
     }
 
-    /// Writes the whole tensor and returns the xxh3 of its bytes, touching memory once.
-    pub fn write_hashed(self, out: &mut [u8]) -> u64 {
-        let mut hash = Xxh3::new();
+    /// Writes the whole tensor and returns the checksum of its bytes, touching memory once.
+    pub fn write_hashed(self, out: &mut [u8], kind: ChecksumKind) -> Checksum {
+        let value = match kind {
+            ChecksumKind::Xxh3 => {
+                let mut hash = Xxh3::new();
+                self.write_blocks(out, |block| hash.update(block));
+                hash.digest()
+            }
+            ChecksumKind::Mixsum => {
+                let mut sum = Mixsum::default();
+                self.write_blocks(out, |block| sum.update(block));
+                sum.finish()
+            }
+        };
+        Checksum::new(kind, value)
+    }
+
+    fn write_blocks(self, out: &mut [u8], mut written: impl FnMut(&[u8])) {
         let mut offset = 0;
         for block in out.chunks_mut(BLOCK) {
             self.write(offset, block);
-            hash.update(block);
+            written(block);
             offset += block.len() as u64;
         }
-        hash.digest()
     }
 }
 
@@ -209,7 +230,8 @@ mod tests {
         assert_eq!(prompt.loss_mask, [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]);
         assert_eq!(xxh3_64(format!("{:?}", prompt.input_ids).as_bytes()), PROMPT_HASH);
         let mut bytes = [0; 4096];
-        assert_eq!(stream().write_hashed(&mut bytes), STREAM_HASH);
+        let hash = stream().write_hashed(&mut bytes, ChecksumKind::Xxh3);
+        assert_eq!(hash, Checksum::new(ChecksumKind::Xxh3, STREAM_HASH));
     }
     const PROMPT_HASH: u64 = 10_282_779_737_618_722_597;
     const STREAM_HASH: u64 = 16_697_154_698_451_836_367;
@@ -217,8 +239,10 @@ mod tests {
     #[test]
     fn any_part_can_be_made_again() {
         let mut whole = vec![0; 3 * BLOCK + 1234];
-        let hash = stream().write_hashed(&mut whole);
-        assert_eq!(hash, xxh3_64(&whole));
+        let hash = stream().write_hashed(&mut whole, ChecksumKind::Xxh3);
+        assert_eq!(hash.value, xxh3_64(&whole));
+        let sum = stream().write_hashed(&mut whole, ChecksumKind::Mixsum);
+        assert_eq!(sum.value, Mixsum::of(&whole));
         let mut part = vec![0; 1001];
         stream().write(BLOCK as u64 - 16, &mut part);
         assert_eq!(part, whole[BLOCK - 16..][..1001]);

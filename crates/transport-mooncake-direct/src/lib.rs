@@ -25,6 +25,6 @@ pub use net::{AllowList, Cidr};
 pub use sink::{CaptureSink, SinkConfig, SinkReservation};
 pub use tcp::{
     DataServer, DataServerConfig, DataServerStats, ReadOp, ReadOptions, TcpEngine, TcpOptions,
-    TcpStats, WriteWindow,
+    TcpStats, WriteWindow, peer_protocol,
 };
 pub use transport::{DirectTransport, DirectTransportBuilder, Engine, PendingRelease};

@@ -14,6 +14,7 @@
 //! that overflows or differs from shape and element type, an address without a location or beyond
 //! the address space.
 
+mod checksum;
 mod request;
 mod response;
 mod result;
@@ -23,8 +24,9 @@ use transport_core::{Error, ErrorKind};
 
 use crate::json::{Fault, FieldFault, ListFault, Mismatch, ObjectFault, RawObject, Text};
 
+pub use checksum::{Checksum, ChecksumKind, Mixsum};
 pub use request::{CaptureRequest, Form, Prompt, Sampling};
-pub use response::{Checksum, Row, parse_response, write_response};
+pub use response::{Row, parse_response, write_response};
 pub use result::{CaptureOutcome, parse_result, write_result};
 pub use sample::{Passthrough, SampleRequest};
 
@@ -35,11 +37,14 @@ pub(crate) use result::{
 /// HTTP request header that names the client for whom the samples are born held.
 pub const HOLDER_HEADER: &str = "x-featurestore-holder";
 
-/// HTTP request header that asks for checksums; its only value is [`CHECKSUMS_XXH3`].
+/// HTTP request header that asks for checksums: the kinds that the client can compare, separated by
+/// commas, the one that it likes best first. The server makes the first one that it can make where
+/// the tensors are, and says in each checksum which kind that is.
 pub const CHECKSUMS_HEADER: &str = "x-featurestore-checksums";
 
-/// Value of [`CHECKSUMS_HEADER`].
-pub const CHECKSUMS_XXH3: &str = "xxh3";
+/// Value of [`CHECKSUMS_HEADER`] for whatever suits the server: xxh3 of tensors in host memory,
+/// mixsum of those on a device.
+pub const CHECKSUMS_ANY: &str = "xxh3, mixsum";
 
 /// Bounds on requests and responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,15 +1,16 @@
 //! The answer to a capture request: one row per prompt, each with its result.
 
-use std::{fmt, str::FromStr};
-
 use indexmap::IndexMap;
 use serde_json::value::RawValue;
 use transport_core::{Error, ErrorKind, FeatureName, Result, SampleKey};
 
-use super::{CaptureOutcome, Faults, Form, Limits, body_text, parse_result, write_result};
+use super::{
+    CaptureOutcome, Checksum, Faults, Form, Limits, body_text, parse_result, write_result,
+};
 use crate::json::{RawObject, Text, bounded_list, write_string};
 
-const READ: Faults = Faults { kind: ErrorKind::Protocol, operation: "read capture response" };
+pub(super) const READ: Faults =
+    Faults { kind: ErrorKind::Protocol, operation: "read capture response" };
 
 /// Deepest list around rows and results.
 const MAX_WRAPPERS: usize = 8;
@@ -21,28 +22,6 @@ pub struct Row {
     pub outcome: CaptureOutcome,
     /// Checksum of each tensor's bytes, if they were asked for.
     pub checksums: Option<IndexMap<FeatureName, Checksum>>,
-}
-
-/// An XXH3 checksum of 64 bits; `xxh3:` and 16 hexadecimal digits on the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Checksum(pub u64);
-
-impl fmt::Display for Checksum {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "xxh3:{:016x}", self.0)
-    }
-}
-
-impl FromStr for Checksum {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        text.strip_prefix("xxh3:")
-            .filter(|digits| digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit()))
-            .and_then(|digits| u64::from_str_radix(digits, 16).ok())
-            .map(Self)
-            .ok_or_else(|| READ.error("not a checksum of the form xxh3:<16 hexadecimal digits>"))
-    }
 }
 
 /// Reads the answer to a request for `requested` samples, in their order.
@@ -226,7 +205,7 @@ fn write_row(out: &mut Vec<u8>, form: Form, row: &Row) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::ChecksumKind, *};
     use transport_core::{Generation, SampleId, StoreId};
 
     fn key(id: &str) -> SampleKey {
@@ -307,7 +286,10 @@ mod tests {
             result("a")
         );
         let rows = parse(&row(&meta), &["a"]).unwrap();
-        assert_eq!(rows[0].checksums.as_ref().unwrap()["x"], Checksum(255));
+        assert_eq!(
+            rows[0].checksums.as_ref().unwrap()["x"],
+            Checksum::new(ChecksumKind::Xxh3, 255)
+        );
         for form in [Form::Patch, Form::Plugin] {
             let mut out = Vec::new();
             write_response(&mut out, form, true, &rows).unwrap();

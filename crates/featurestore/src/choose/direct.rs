@@ -8,15 +8,34 @@ use std::{
 };
 
 use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
-use control_proto::control::{Code, Hello, Limits, Response, write_bye, write_hello};
+use control_proto::control::{
+    Code, Hello, Limits, Response, ServerHello, ShmInfo, write_bye, write_hello,
+};
 use transport_core::{ClientId, Error, ErrorKind, MapMark, Result, SessionName, Transport};
-use transport_mooncake_direct::{DirectTransport, Engine};
+use transport_mooncake_direct::{DirectTransport, DirectTransportBuilder, Engine, peer_protocol};
 
-use super::{Choice, DEFAULT_POOL, Finding, Probe};
+use super::{
+    Choice, DEFAULT_POOL, Finding, Probe,
+    device::{self, Devices, Reader},
+};
 use crate::config::Config;
+
+/// Protocols of memory that only devices read.
+const OF_DEVICES: [&str; 3] = ["nvlink_intra", "nvlink", "featurestore_fd"];
 
 /// Longest time that one server may take to answer a probe.
 const PROBE: Duration = Duration::from_secs(5);
+
+/// A server that answered.
+#[derive(Clone, Debug)]
+pub(super) struct Server {
+    /// Its control address.
+    pub(super) control: SessionName,
+    /// What it said; nothing if it is an older one.
+    pub(super) hello: Option<ServerHello>,
+    /// By which protocol devices read its arena; none if that is host memory.
+    pub(super) protocol: Option<String>,
+}
 
 /// Puts the chosen engine together, and announces this client.
 pub(super) async fn connect(
@@ -24,6 +43,7 @@ pub(super) async fn connect(
     servers: &[SessionName],
     client: &ClientId,
     choice: &Choice,
+    reader: Option<Reader>,
 ) -> Result<Arc<dyn Transport>> {
     let mut builder = DirectTransport::builder()
         .client_id(client.clone())
@@ -32,14 +52,14 @@ pub(super) async fn connect(
     if let Some(token) = &config.token {
         builder = builder.token(token.clone());
     }
-    builder = if choice.chosen == "shm" {
-        builder.engine(Engine::Shm)
-    } else {
-        let pool = config.pool.unwrap_or(DEFAULT_POOL);
-        let memory = Backing::heap(pool.get()).map_err(|e| {
-            e.with("setting", "pool").remedy("set a smaller pool: FEATURESTORE_POOL, Config::pool")
-        })?;
-        builder.engine(Engine::Tcp).pool(RegionPool::new(memory)?)
+    builder = match choice.chosen.as_str() {
+        "shm" => builder.engine(Engine::Shm),
+        "nvlink_intra" | "nvlink" => over_device(builder, config, reader).await?,
+        _ => {
+            let pool = config.pool.unwrap_or(DEFAULT_POOL);
+            let memory = Backing::heap(pool.get()).map_err(pool_too_large)?;
+            builder.engine(Engine::Tcp).pool(RegionPool::new(memory)?)
+        }
     };
     #[cfg(any(feature = "mooncake", feature = "mooncake-python"))]
     if choice.chosen == "mooncake" {
@@ -51,6 +71,25 @@ pub(super) async fn connect(
     let transport = Arc::new(builder.build()?);
     announce(transport.clone(), servers.to_vec()).await;
     Ok(transport)
+}
+
+/// Reads by the engine that the probe has opened the servers' memory with, into a pool on its device.
+async fn over_device(
+    builder: DirectTransportBuilder,
+    config: &Config,
+    reader: Option<Reader>,
+) -> Result<DirectTransportBuilder> {
+    let reader = reader.ok_or_else(|| {
+        Error::new(ErrorKind::Unexpected, "open", "the probe has not opened a device")
+    })?;
+    let pool = config.pool.unwrap_or(DEFAULT_POOL);
+    let built = tokio::task::spawn_blocking(move || reader.receive(builder, pool));
+    built.await.map_err(|e| failed(ErrorKind::Unexpected, "panicked").source(e))?
+}
+
+/// Names the setting that a receive pool comes from.
+pub(super) fn pool_too_large(error: Error) -> Error {
+    error.with("setting", "pool").remedy("set a smaller pool: FEATURESTORE_POOL, Config::pool")
 }
 
 /// Tells the servers who this client is, before anything is captured for it: what is published for
@@ -69,28 +108,37 @@ async fn announce(transport: Arc<DirectTransport>, servers: Vec<SessionName>) {
     }
 }
 
-/// Asks every server or, without one, tries what this machine can do by itself. Blocks.
-pub(super) fn probe(config: &Config, servers: &[SessionName]) -> Probe {
+/// Asks every server or, without one, tries what this machine can do by itself. Devices are only
+/// looked at if they are `wanted`. Blocks.
+pub(super) fn probe(config: &Config, servers: &[SessionName], wanted: bool) -> Probe {
     if servers.is_empty() {
         return Probe {
             shm: alone(map_own(), "a memory file was mapped here; no server was asked"),
             tcp: alone(listen(), "loopback works; no server was asked"),
+            devices: if wanted { device::alone(config) } else { Devices::left_out() },
             unreachable: None,
         };
     }
     let mut found = Probe {
         shm: Ok("every server's memory is mapped; no copies".into()),
         tcp: Ok("every server answers; one copy".into()),
+        devices: Devices::left_out(),
         unreachable: None,
     };
+    let mut answered = Vec::new();
     for server in servers {
         match greet(server, config) {
-            Ok(shared) => {
-                let mapped = shared
-                    .and_then(|handle| MappedBacking::open(&handle, MapMark::random()).map(drop));
-                if let Err(error) = mapped {
+            Ok(server) => {
+                if let Err(error) = map(&server) {
                     found.shm = found.shm.and(Err(error.to_string()));
                 }
+                if server.protocol.is_some() {
+                    found.tcp = found.tcp.and(Err(format!(
+                        "the server at {} keeps its samples in device memory",
+                        server.control
+                    )));
+                }
+                answered.push(server);
             }
             Err(error) => {
                 found.shm = found.shm.and(Err(error.to_string()));
@@ -99,7 +147,31 @@ pub(super) fn probe(config: &Config, servers: &[SessionName]) -> Probe {
             }
         }
     }
+    if wanted {
+        found.devices = match &found.unreachable {
+            Some(error) => Devices::none(&error.to_string()),
+            None => device::probe(config, &answered),
+        };
+    }
     found
+}
+
+/// Maps a server's memory, and lets go of it again.
+fn map(server: &Server) -> Result<()> {
+    let no_shm = |why: &'static str| {
+        Err(Error::new(ErrorKind::Unsupported, "probe shm", why).with("server", &server.control))
+    };
+    let Some(hello) = &server.hello else {
+        return no_shm("it does not answer hello: an older server");
+    };
+    let Some(ShmInfo { boot_id, pid, fd, dev, ino }) = hello.arena.shm.clone() else {
+        return no_shm(match server.protocol {
+            Some(_) => "its arena is device memory",
+            None => "its arena is private memory",
+        });
+    };
+    let handle = SharedHandle { boot_id, pid, fd, dev, ino, bytes: hello.arena.bytes };
+    MappedBacking::open(&handle, MapMark::random()).map(drop)
 }
 
 fn alone(tried: Result<()>, good: &str) -> Finding {
@@ -122,20 +194,22 @@ fn listen() -> Result<()> {
     TcpStream::connect_timeout(&address, PROBE).map(drop).map_err(io)
 }
 
-/// Says hello to a server's control listener: how its memory is mapped, or why it cannot be.
-fn greet(server: &SessionName, config: &Config) -> Result<Result<SharedHandle>> {
+/// Says hello to a server's control listener, and asks what its memory is where only devices might
+/// read it.
+fn greet(server: &SessionName, config: &Config) -> Result<Server> {
     let limits = Limits::default();
+    let mut answer = Server { control: server.clone(), hello: None, protocol: None };
     let Some(line) = first_line(server, config, &limits).map_err(|e| e.with("server", server))?
     else {
-        return Ok(Err(no_shm(server, "it does not answer hello: an older server")));
+        return Ok(answer);
     };
     if line.starts_with(b"HTTP/") {
         return Err(failed(ErrorKind::Protocol, "not a control listener (it speaks HTTP)")
             .with("server", server)
             .remedy("give the control address of the server's ready line, not its http address"));
     }
-    let shm = match Response::parse(&line, &limits) {
-        Ok(Response::Hello(hello)) => hello.arena.shm.map(|shm| (shm, hello.arena.bytes)),
+    let hello = match Response::parse(&line, &limits) {
+        Ok(Response::Hello(hello)) => hello,
         Ok(Response::Error { code, message, .. }) => {
             let error = match code {
                 Code::BadToken => failed(ErrorKind::PermissionDenied, message)
@@ -153,17 +227,13 @@ fn greet(server: &SessionName, config: &Config) -> Result<Result<SharedHandle>> 
                 .remedy("give the control address of a capture server, as its ready line has it"));
         }
     };
-    Ok(match shm {
-        None => Err(no_shm(server, "its arena is private memory")),
-        Some((shm, bytes)) => Ok(SharedHandle {
-            boot_id: shm.boot_id,
-            pid: shm.pid,
-            fd: shm.fd,
-            dev: shm.dev,
-            ino: shm.ino,
-            bytes,
-        }),
-    })
+    if hello.arena.shm.is_none() {
+        // Who does not tell keeps its samples where every engine reads them.
+        let told = peer_protocol(&hello.session, Instant::now() + PROBE).ok();
+        answer.protocol = told.filter(|protocol| OF_DEVICES.contains(&protocol.as_str()));
+    }
+    answer.hello = Some(hello);
+    Ok(answer)
 }
 
 /// The first line that the server answers to hello, without its end; none if none came in time.
@@ -217,8 +287,4 @@ fn failed(kind: ErrorKind, why: impl Into<std::borrow::Cow<'static, str>>) -> Er
 fn closed() -> Error {
     failed(ErrorKind::PeerGone, "it closed instead of answering hello")
         .remedy("give the control address of a capture server, as its ready line has it")
-}
-
-fn no_shm(server: &SessionName, why: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, "probe shm", why).with("server", server)
 }

@@ -30,7 +30,7 @@ pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
 pub(super) struct OfPipeline;
 
 impl Selection for OfPipeline {
-    const NAMES: &[&str] = &["arena", "transport", "strict", "pool"];
+    const NAMES: &[&str] = &["arena", "transport", "strict", "pool", "device"];
     const DEFAULTS: &[(&str, &str)] = &[("arena", "2GiB")];
 
     fn check(name: &str, value: &str) -> Result<()> {
@@ -48,7 +48,7 @@ impl Selection for OfPipeline {
 pub(super) struct OfDoctor;
 
 impl Selection for OfDoctor {
-    const NAMES: &[&str] = &["transport", "strict", "lease"];
+    const NAMES: &[&str] = &["transport", "strict", "lease", "device"];
 }
 
 /// Flags of `capture-server`; what is wrong with them is reported all at once, by the server.
@@ -61,6 +61,7 @@ impl Selection for OfServer {
         "transport",
         "pool",
         "arena_kind",
+        "device",
         "http",
         "data",
         "control",

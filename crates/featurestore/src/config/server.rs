@@ -8,7 +8,7 @@ use transport_mooncake_direct::Cidr;
 
 use super::{
     MooncakeConfig, Problems, Settings, TransportChoice, duration,
-    value::{bad, fold, nonzero_size, suggestion},
+    value::{bad, device, fold, nonzero_size, suggestion},
 };
 
 /// Most samples that a server may be told to work on at a time.
@@ -19,6 +19,11 @@ const MAX_FILL_THREADS: usize = 1024;
 /// What a server's arena is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ArenaKind {
+    /// What the transport reads best. Under `auto` that is device memory where there is a device
+    /// with enough of it, and a memory file elsewhere.
+    Auto,
+    /// Device memory.
+    Device,
     /// A memory file that processes of the same user can map.
     Shared,
     /// Private memory, read over tcp only.
@@ -33,6 +38,8 @@ pub struct ServerConfig {
     pub arena: ByteSize,
     /// What it is made of.
     pub arena_kind: ArenaKind,
+    /// The GPU that it is on, where it is on one.
+    pub device: u32,
     /// HTTP address.
     pub http: SocketAddr,
     /// Peer-handshake address.
@@ -69,6 +76,7 @@ impl ServerConfig {
         let mut problems = Problems::default();
         let arena = problems.note(settings.need("arena", nonzero_size));
         let arena_kind = problems.note(settings.need("arena_kind", str::parse));
+        let device = problems.note(settings.need("device", device));
         let http = problems.note(settings.need("http", address));
         let data = problems.note(settings.need("data", address));
         let control = problems.note(settings.need("control", address));
@@ -94,11 +102,15 @@ impl ServerConfig {
             problems.note(reachable([("data", data), ("control", control)], advertise.is_some()));
             problems.note(guarded(control, token.is_some()));
         }
+        if let (Some(transport), Some(kind)) = (transport, arena_kind) {
+            problems.note(readable(transport, kind));
+        }
         problems.settle("configure")?;
         const NOTED: &str = "what is missing is a problem, and problems end this";
         Ok(Self {
             arena: arena.expect(NOTED),
             arena_kind: arena_kind.expect(NOTED),
+            device: device.expect(NOTED),
             http: http.expect(NOTED),
             data: data.expect(NOTED),
             control: control.expect(NOTED),
@@ -122,12 +134,30 @@ impl FromStr for ArenaKind {
 
     fn from_str(text: &str) -> Result<Self> {
         match fold(text).as_str() {
+            "auto" => Ok(Self::Auto),
+            "device" => Ok(Self::Device),
             "shared" => Ok(Self::Shared),
             "heap" => Ok(Self::Heap),
             other => Err(bad("unknown kind of arena", text)
-                .remedy(suggestion(other, ["shared", "heap"].into_iter()))),
+                .remedy(suggestion(other, ["auto", "device", "shared", "heap"].into_iter()))),
         }
     }
+}
+
+/// A transport reads either devices or the host.
+fn readable(transport: TransportChoice, kind: ArenaKind) -> Result<()> {
+    let (why, remedy) = match kind {
+        ArenaKind::Shared | ArenaKind::Heap if transport.is_of_devices() => (
+            "this transport reads device memory only",
+            "leave out arena_kind, or choose the transport shm or tcp",
+        ),
+        ArenaKind::Device if !transport.is_of_devices() && transport != TransportChoice::Auto => {
+            ("this transport reads host memory only", "choose the transport nvlink_intra")
+        }
+        _ => return Ok(()),
+    };
+    let kind = format!("{kind:?}").to_ascii_lowercase();
+    Err(bad(why, &kind).with("setting", "arena_kind").with("transport", transport).remedy(remedy))
 }
 
 /// Descriptors name a host that trainers can connect to.
@@ -197,6 +227,37 @@ mod tests {
     fn the_size_of_the_arena_is_never_guessed() {
         let error = ServerConfig::from_settings(&Settings::new()).unwrap_err().to_string();
         assert!(error.contains("--arena") && error.contains("FEATURESTORE_ARENA"), "{error}");
+    }
+
+    #[test]
+    fn an_arena_is_of_what_its_transport_reads() {
+        let read = |transport: &str, kind: &str| {
+            let mut settings = Settings::new().or_default("arena", "1MiB").unwrap();
+            settings.set("transport", transport).unwrap();
+            settings.set("arena_kind", kind).unwrap();
+            settings.set("device", "1").unwrap();
+            ServerConfig::from_settings(&settings).map(|config| config.device)
+        };
+        for (transport, kind) in [
+            ("auto", "device"),
+            ("auto", "shared"),
+            ("nvlink_intra", "device"),
+            ("nvlink", "auto"),
+            ("tcp", "heap"),
+        ] {
+            assert_eq!(read(transport, kind).unwrap(), 1, "{transport}, {kind}");
+        }
+        for (transport, kind) in [("nvlink_intra", "shared"), ("nvlink", "heap"), ("shm", "device")]
+        {
+            let error = read(transport, kind).unwrap_err().to_string();
+            assert!(error.contains("arena_kind") && error.contains(transport), "{error}");
+        }
+        for wrong in ["-1", "gpu", "1024", ""] {
+            let mut settings = Settings::new().or_default("arena", "1MiB").unwrap();
+            settings.set("device", wrong).unwrap();
+            let error = ServerConfig::from_settings(&settings).unwrap_err().to_string();
+            assert!(error.contains("device"), "{error}");
+        }
     }
 
     #[test]

@@ -7,15 +7,19 @@ use transport_core::{ByteSize, Error, ErrorKind, Result};
 
 use super::{
     MooncakeConfig, Settings, duration,
-    value::{boolean, fold, nonzero_size, suggestion},
+    value::{boolean, device, fold, nonzero_size, suggestion},
 };
 
 /// How samples are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub enum TransportChoice {
     /// The best that a probe finds usable.
     Auto,
+    /// The publisher's device memory, by CUDA IPC: same host only.
+    NvlinkIntra,
+    /// The publisher's device memory, by handles of the NVLink fabric.
+    Nvlink,
     /// The publisher's memory, mapped: same host only.
     Shm,
     /// Mooncake's tcp wire.
@@ -26,35 +30,53 @@ pub enum TransportChoice {
     Store,
 }
 
+impl TransportChoice {
+    /// All choices.
+    pub const ALL: [Self; 7] = [
+        Self::Auto,
+        Self::NvlinkIntra,
+        Self::Nvlink,
+        Self::Shm,
+        Self::Tcp,
+        Self::Mooncake,
+        Self::Store,
+    ];
+
+    /// Its name in settings.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::NvlinkIntra => "nvlink_intra",
+            Self::Nvlink => "nvlink",
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::Mooncake => "mooncake",
+            Self::Store => "store",
+        }
+    }
+
+    /// Whether it moves samples from device memory into device memory, and nothing else.
+    pub const fn is_of_devices(self) -> bool {
+        matches!(self, Self::NvlinkIntra | Self::Nvlink)
+    }
+}
+
 impl FromStr for TransportChoice {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        match fold(text).as_str() {
-            "auto" => Ok(Self::Auto),
-            "shm" => Ok(Self::Shm),
-            "tcp" => Ok(Self::Tcp),
-            "mooncake" => Ok(Self::Mooncake),
-            "store" => Ok(Self::Store),
-            other => Err(Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
+        let folded = fold(text);
+        Self::ALL.into_iter().find(|choice| choice.name() == folded).ok_or_else(|| {
+            Error::new(ErrorKind::ConfigInvalid, "configure", "unknown transport")
                 .with("found", format_args!("{text:?}"))
-                .remedy(suggestion(
-                    other,
-                    ["auto", "shm", "tcp", "mooncake", "store"].into_iter(),
-                ))),
-        }
+                .remedy(suggestion(&folded, Self::ALL.into_iter().map(Self::name)))
+        })
     }
 }
 
 impl fmt::Display for TransportChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Mooncake => "mooncake",
-            Self::Store => "store",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -74,6 +96,8 @@ pub struct Config {
     pub deadline: Duration,
     /// Secret for control connections.
     pub token: Option<Secret>,
+    /// The GPU that samples are received on, where they are on one.
+    pub device: u32,
     /// Where Mooncake and its store are.
     pub mooncake: MooncakeConfig,
 }
@@ -98,6 +122,7 @@ impl Config {
             lease: settings.need("lease", duration)?,
             deadline: settings.need("deadline", duration)?,
             token: settings.get("token", |text| Secret::new(text))?,
+            device: settings.need("device", device)?,
             mooncake: MooncakeConfig::from_settings(settings)?,
         })
     }
@@ -120,6 +145,13 @@ impl Config {
     #[must_use]
     pub fn pool(mut self, pool: ByteSize) -> Self {
         self.pool = Some(pool);
+        self
+    }
+
+    /// Chooses the GPU that samples are received on, where they are on one.
+    #[must_use]
+    pub fn device(mut self, device: u32) -> Self {
+        self.device = device;
         self
     }
 

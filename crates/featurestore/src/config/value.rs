@@ -35,6 +35,15 @@ pub(super) fn boolean(text: &str) -> Result<bool> {
     }
 }
 
+/// The number of a GPU in this process.
+pub(super) fn device(text: &str) -> Result<u32> {
+    const MOST: u32 = 1024;
+    let number = text.trim().parse().ok().filter(|number| *number < MOST);
+    number.ok_or_else(|| {
+        bad("not the number of a GPU", text).remedy("write 0 for the first one, and so on")
+    })
+}
+
 pub(super) fn nonzero_size(text: &str) -> Result<ByteSize> {
     let size: ByteSize = text.parse()?;
     if size.get() == 0 { Err(bad("the size is zero", text)) } else { Ok(size) }

@@ -3,6 +3,7 @@
 //! Transports are judged by the same probe that chooses one; what else stands in the report
 //! explains its answers.
 
+#[cfg_attr(not(feature = "cuda"), path = "doctor/gpu/absent.rs")]
 mod gpu;
 mod machine;
 #[cfg_attr(not(feature = "store"), path = "mooncake/absent.rs")]
@@ -61,10 +62,10 @@ pub struct Fact {
 /// Looks at this machine and asks `servers`, given by their control addresses. Nothing is left
 /// connected or running. Blocks, for some seconds at most.
 pub fn examine(config: &Config, servers: &[SessionName]) -> Findings {
-    let (transports, unreachable) = choose::survey(config, servers, Scope::Everything);
-    let choice = choose::decide(config, transports.clone(), unreachable);
-    let (chosen, problem) = match choice {
-        Ok(choice) => (Some(choice.chosen), None),
+    let survey = choose::survey(config, servers, Scope::Everything);
+    let transports = survey.candidates.clone();
+    let (chosen, problem) = match choose::decide(config, survey) {
+        Ok((_, choice)) => (Some(choice.chosen), None),
         Err(error) => (None, Some(error.to_string())),
     };
     Findings {
@@ -72,7 +73,7 @@ pub fn examine(config: &Config, servers: &[SessionName]) -> Findings {
         chosen,
         problem,
         transports,
-        sections: vec![machine::examine(), mooncake::examine(config), gpu::examine()],
+        sections: vec![machine::examine(), mooncake::examine(config), gpu::examine(config.device)],
     }
 }
 
@@ -157,7 +158,7 @@ mod tests {
         let findings = examine(&Config::default(), &[]);
         assert!(findings.is_usable(), "{findings}");
         let names: Vec<_> = findings.transports.iter().map(|c| c.scheme.as_str()).collect();
-        assert_eq!(names, ["shm", "tcp", "store", "mooncake"]);
+        assert_eq!(names, ["nvlink_intra", "nvlink", "shm", "tcp", "store", "mooncake"]);
         assert!(findings.transports.iter().all(|c| !c.reason.is_empty()));
         let json = serde_json::to_value(&findings).unwrap();
         assert_eq!(json["configured"], "auto");

@@ -84,6 +84,7 @@ impl Server {
         for (flag, value) in [
             ("--transport", options.transport.to_string()),
             ("--arena", options.arena.to_string()),
+            ("--device", options.server_device(index).to_string()),
             ("--pool", pool.to_string()), // counts for the store only
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
             ("--max-in-flight", (options.concurrency * options.style.lease).to_string()),
@@ -193,6 +194,7 @@ impl Trainer {
         start: &Start,
     ) -> Result<Self> {
         let mut child = command(options, mooncake, "trainer")?
+            .env("FEATURESTORE_DEVICE", options.trainer_device.to_string())
             .spawn()
             .map_err(|e| Error::io("start trainer", e))?;
         let name = format!("the trainer (pid {})", child.id().unwrap_or(0));

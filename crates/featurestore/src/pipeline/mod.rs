@@ -48,6 +48,10 @@ pub struct Options {
     pub arena: ByteSize,
     /// File with settings for the servers and the trainer, below those of the environment.
     pub config: Option<PathBuf>,
+    /// GPUs of the servers' arenas, in turn; the first one for all if there are none.
+    pub server_devices: Vec<u32>,
+    /// GPU of the trainer's pool.
+    pub trainer_device: u32,
     /// How the trainer reads.
     pub transport: TransportChoice,
     /// Whether an unavailable transport is an error.
@@ -96,6 +100,8 @@ impl Default for Options {
             servers: 2,
             arena: ByteSize::mib(2048),
             config: None,
+            server_devices: Vec::new(),
+            trainer_device: 0,
             transport: TransportChoice::Auto,
             strict: false,
             mooncake: MooncakeConfig::from_settings(&Settings::new()).expect("valid defaults"),
@@ -115,6 +121,16 @@ impl Default for Options {
             server_rate: None,
             ledger: None,
             token: None,
+        }
+    }
+}
+
+impl Options {
+    /// The GPU of one server's arena.
+    fn server_device(&self, index: usize) -> u32 {
+        match self.server_devices.len() {
+            0 => 0,
+            count => self.server_devices[index % count],
         }
     }
 }

@@ -25,7 +25,7 @@ use transport_core::{ByteSize, Descriptor, Error, ErrorKind, Result, SessionName
 use super::{
     messages::{Event, Job, Start, Totals},
     report::TrainerWait,
-    verify::compare,
+    verify::Checker,
 };
 use crate::{
     ack::{Acknowledger, Authority, BackgroundAck, Resume, Step},
@@ -79,6 +79,7 @@ async fn train(config: Config) -> Result<Totals> {
         config = config.pool(pool);
     }
     let store = FeatureStore::open(&config, &peers).await?;
+    let checker = Checker::new(&config, store.choice())?;
     let warm = store.health().await?.registrations;
     let views = store.info().capabilities.views;
     let marks = Marks::default();
@@ -88,7 +89,7 @@ async fn train(config: Config) -> Result<Totals> {
         let (marks, runtime) = (marks.clone(), Handle::current());
         let (done, outcome) = oneshot::channel();
         let training = move || {
-            let training = Loop::start(start, samples, deadline, views, marks, runtime);
+            let training = Loop::start(start, samples, checker, deadline, views, marks, runtime);
             let _ = done.send(training.and_then(Loop::run)); // nobody listens once the pipeline left
         };
         say(&Event::Ready {
@@ -145,6 +146,7 @@ fn read_input(first: oneshot::Sender<Result<Start>>, left: oneshot::Sender<()>) 
 struct Loop {
     start: Start,
     samples: Arc<Samples>,
+    checker: Checker,
     authority: Arc<Mutex<Authority>>,
     windows: Receiver<Result<Vec<SampleRef>>>,
     consumer: Consumer,
@@ -162,6 +164,7 @@ impl Loop {
     fn start(
         start: Start,
         samples: Arc<Samples>,
+        checker: Checker,
         deadline: Duration,
         views: bool,
         marks: Marks,
@@ -192,6 +195,7 @@ impl Loop {
             ack: BackgroundAck::start(ack)?,
             folder: start.input.as_deref().map(Folder::open).transpose()?,
             samples,
+            checker,
             authority,
             windows,
             runtime,
@@ -319,7 +323,7 @@ impl Loop {
         self.totals.samples += 1;
         self.totals.bytes += bytes;
         if self.start.verify {
-            let (bytes, differing) = compare(&job, &leased)?;
+            let (bytes, differing) = self.checker.compare(&job, &leased)?;
             self.totals.verified_bytes += bytes;
             self.totals.mismatches += differing.len() as u64;
             let named = NAMED.saturating_sub(self.totals.differing.len());

@@ -4,7 +4,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use control_proto::capture::{
-    CHECKSUMS_HEADER, CHECKSUMS_XXH3, CaptureOutcome, CaptureRequest, Checksum, Form,
+    CHECKSUMS_ANY, CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, Form,
     HOLDER_HEADER, Limits, Prompt, Row, parse_response,
 };
 use indexmap::IndexMap;
@@ -174,7 +174,7 @@ impl CaptureClient {
             request = request.header(HOLDER_HEADER, holder.as_str());
         }
         if self.options.checksums {
-            request = request.header(CHECKSUMS_HEADER, CHECKSUMS_XXH3);
+            request = request.header(CHECKSUMS_HEADER, CHECKSUMS_ANY);
         }
         let answer = request.body(body).send().await.map_err(failed)?;
         let status = answer.status();

@@ -59,7 +59,13 @@ impl Endpoint {
     ) -> Result<Self> {
         let engine = match choice {
             TransportChoice::Tcp => Engine::Tcp,
-            _ => Engine::Shm,
+            TransportChoice::Auto | TransportChoice::Shm => Engine::Shm,
+            other => {
+                let why = "rollouts do not move by this transport";
+                return Err(Error::new(ErrorKind::Unsupported, "open rollouts", why)
+                    .with("transport", other)
+                    .remedy("choose shm, tcp or store"));
+            }
         };
         let mut builder = DirectTransport::builder()
             .client_id(ClientId::random())

@@ -15,14 +15,14 @@ use axum::{
 };
 use capture_arena::{ReserveOptions, SamplePlan};
 use control_proto::capture::{
-    CHECKSUMS_HEADER, CHECKSUMS_XXH3, CaptureOutcome, CaptureRequest, Checksum, HOLDER_HEADER,
-    Prompt, Row, write_response,
+    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, ChecksumKind, HOLDER_HEADER, Prompt, Row,
+    write_response,
 };
 use indexmap::IndexMap;
 use tokio::{sync::OwnedSemaphorePermit, time::timeout};
 use transport_core::{ClientId, Error, ErrorKind, FeatureName, Result, TensorMeta};
 
-use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump, publisher::Reserved};
+use super::{BODY_COST, BODY_FREE, BODY_UNIT, MAX_BODIES, Shared, bump, fill::Fill};
 
 /// Longest time for which a body may arrive.
 const BODY: Duration = Duration::from_secs(60);
@@ -32,7 +32,7 @@ const STALL: Duration = Duration::from_secs(10);
 pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request) -> Response {
     bump(&state.counts.requests, 1);
     let (head, body) = request.into_parts();
-    let asked = match Asked::new(&head.headers) {
+    let asked = match Asked::new(&head.headers, state.publisher.checksums()) {
         Ok(asked) => asked,
         Err(error) => return refusal(&error),
     };
@@ -82,8 +82,8 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
 
 /// What a request was let in with: kept until nobody works on it any more, also if its client has
 /// left by then.
-struct Asking {
-    prompts: Vec<Prompt>,
+pub(super) struct Asking {
+    pub(super) prompts: Vec<Prompt>,
     _places: OwnedSemaphorePermit,
     _room: Option<OwnedSemaphorePermit>,
 }
@@ -151,25 +151,28 @@ async fn read(
 /// What the request's headers ask for beyond the documented request.
 struct Asked {
     holder: Option<ClientId>,
-    checksums: bool,
+    checksums: Option<ChecksumKind>,
 }
 
 impl Asked {
-    fn new(headers: &HeaderMap) -> Result<Self> {
+    /// `can` has the kinds of checksums that are made here.
+    fn new(headers: &HeaderMap, can: &[ChecksumKind]) -> Result<Self> {
         let text = |name: &'static str| {
             headers.get(name).map(|value| value.to_str().unwrap_or_default().trim())
         };
         let holder = text(HOLDER_HEADER).map(str::parse).transpose()?;
-        let checksums = match text(CHECKSUMS_HEADER) {
-            None => false,
-            Some(CHECKSUMS_XXH3) => true,
-            Some(other) => {
-                return Err(Error::new(ErrorKind::Unsupported, "capture", "unknown checksum")
+        let kinds = text(CHECKSUMS_HEADER).map(ChecksumKind::parse_list).transpose()?;
+        let choose = |kinds: Vec<ChecksumKind>| {
+            kinds.iter().find(|kind| can.contains(kind)).copied().ok_or_else(|| {
+                let can: Vec<_> = can.iter().map(|kind| kind.name()).collect();
+                let why = "checksums of this kind are not made where the tensors are";
+                Error::new(ErrorKind::Unsupported, "capture", why)
                     .with("header", CHECKSUMS_HEADER)
-                    .with("found", format_args!("{other:?}"))
-                    .remedy("ask for xxh3"));
-            }
+                    .with("found", format_args!("{kinds:?}"))
+                    .remedy(format!("ask for {}", can.join(" or ")))
+            })
         };
+        let checksums = kinds.map(choose).transpose()?;
         Ok(Self { holder, checksums })
     }
 }
@@ -229,19 +232,18 @@ async fn publish(
     places: &[usize],
     plans: Vec<SamplePlan>,
     options: ReserveOptions,
-    hashed: bool,
+    checksums: Option<ChecksumKind>,
 ) -> Result<Vec<Row>> {
     let names: Vec<Vec<(FeatureName, TensorMeta)>> =
         plans.iter().map(|plan| plan.objects.clone()).collect();
-    let mut reservation = state.publisher.reserve(plans, options).await?;
-    let mut sums = Vec::with_capacity(places.len());
-    for (sample, &place) in places.iter().enumerate() {
-        let fill = Fill { state: state.clone(), work: work.clone(), place };
-        let (back, filled) = fill.run(reservation, sample, names[sample].len(), hashed).await?;
-        reservation = back;
-        let named = names[sample].iter().map(|(name, _)| name.clone());
-        sums.push(hashed.then(|| named.zip(filled).collect::<IndexMap<_, _>>()));
-    }
+    let reservation = state.publisher.reserve(plans, options).await?;
+    let objects = names.iter().map(Vec::len).collect();
+    let fill = Fill::new(state.clone(), work.clone(), places.to_vec(), objects, checksums);
+    let (mut reservation, filled) = fill.run(reservation).await?;
+    let named = names.into_iter().map(|names| names.into_iter().map(|(name, _)| name));
+    let sums = named.zip(filled).map(|(names, filled)| {
+        checksums.map(|_| names.zip(filled).collect::<IndexMap<FeatureName, _>>())
+    });
     for sample in 0..places.len() {
         reservation.set_aux_layer_ids(sample, state.source.aux_layer_ids());
     }
@@ -249,39 +251,6 @@ async fn publish(
     let row =
         |(descriptor, checksums)| Row { outcome: CaptureOutcome::Captured(descriptor), checksums };
     Ok(described.into_iter().zip(sums).map(row).collect())
-}
-
-struct Fill {
-    state: Arc<Shared>,
-    work: Arc<Asking>,
-    place: usize,
-}
-
-impl Fill {
-    /// Fills one sample on a blocking thread, of which there are as many as `--fill-threads`.
-    async fn run(
-        self,
-        mut reservation: Reserved,
-        sample: usize,
-        objects: usize,
-        hashed: bool,
-    ) -> Result<(Reserved, Vec<Checksum>)> {
-        let filling = tokio::task::spawn_blocking(move || {
-            let mut sums = Vec::new();
-            let filled = (0..objects).try_for_each(|object| {
-                let prompt = &self.work.prompts[self.place];
-                let out = reservation.bytes_mut(sample, object);
-                sums.extend(self.state.source.fill(prompt, object, out, hashed)?);
-                Ok::<_, Error>(())
-            });
-            // In this order: ranges are given up before the place is, also if nobody waits.
-            filled.map(|()| (reservation, sums, self))
-        });
-        let (reservation, sums, _) = filling.await.unwrap_or_else(|e| {
-            Err(Error::new(ErrorKind::Unexpected, "capture", "filling a sample failed").source(e))
-        })?;
-        Ok((reservation, sums))
-    }
 }
 
 fn failed(prompt: &Prompt, error: &Error, retryable: bool) -> Row {

@@ -1,13 +1,16 @@
 //! Where a server's samples go: an arena of its own, or Mooncake Store.
 
-use capture_arena::{Arena, ArenaConfig, Backing, ReserveOptions, SamplePlan};
-use transport_core::{Descriptor, Error, ErrorKind, Health, Result};
+use std::time::Duration;
+
+use capture_arena::{Arena, ArenaConfig, ReserveOptions, SamplePlan};
+use control_proto::capture::ChecksumKind;
+use transport_core::{Descriptor, Error, ErrorKind, Health, Ready, Result};
 use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig, SinkReservation};
 
-use super::check_bind;
 #[cfg(feature = "store")]
 use super::store::{StorePublisher, StoreReservation};
-use crate::config::{ArenaKind, Problems, ServerConfig, TransportChoice};
+use super::{check_bind, memory::Memory};
+use crate::config::{Problems, ServerConfig, TransportChoice};
 
 /// What keeps a server's samples readable.
 #[derive(Debug)]
@@ -15,6 +18,10 @@ pub(super) enum Publisher {
     Arena {
         arena: Arena,
         sink: CaptureSink,
+        memory: &'static str,
+        memory_reason: String,
+        #[cfg(feature = "cuda")]
+        tensors: Option<transport_mooncake_direct::cuda::DeviceTensors>,
     },
     #[cfg(feature = "store")]
     Store(StorePublisher),
@@ -36,6 +43,8 @@ pub(super) struct Identity {
     pub(super) control: Option<String>,
     pub(super) epoch: Option<u64>,
     pub(super) capacity: u64,
+    pub(super) memory: &'static str,
+    pub(super) memory_reason: String,
 }
 
 impl Publisher {
@@ -46,16 +55,24 @@ impl Publisher {
         }
         let data = problems.note(check_bind("data", config.data));
         let control = problems.note(check_bind("control", config.control));
-        let backing = problems.note(match config.arena_kind {
-            ArenaKind::Shared => Backing::shared(config.arena.get()),
-            ArenaKind::Heap => Backing::heap(config.arena.get()),
-        });
-        let (backing, ()) = (backing?, data.and(control)?);
+        let memory = problems.note(Memory::take(config));
+        let (memory, ()) = (memory?, data.and(control)?);
+        problems.note(Self::over(memory, config))
+    }
+
+    /// Publishes from an arena of that memory.
+    pub(super) fn over(memory: Memory, config: &ServerConfig) -> Result<Self> {
         let settings = ArenaConfig::default().deadline(config.deadline).lease(config.lease);
-        problems.note(Arena::start(backing, settings).and_then(|arena| {
-            let sink = CaptureSink::start(arena.clone(), sink_config(config))?;
-            Ok(Self::Arena { arena, sink })
-        }))
+        let arena = Arena::start(memory.backing, settings)?;
+        let sink = CaptureSink::start(arena.clone(), sink_config(config))?;
+        Ok(Self::Arena {
+            arena,
+            sink,
+            memory: memory.name,
+            memory_reason: memory.reason,
+            #[cfg(feature = "cuda")]
+            tensors: memory.tensors,
+        })
     }
 
     #[cfg(feature = "store")]
@@ -71,15 +88,36 @@ impl Publisher {
 
     pub(super) fn identity(&self) -> Identity {
         match self {
-            Self::Arena { arena, sink } => Identity {
+            Self::Arena { arena, sink, memory, memory_reason, .. } => Identity {
                 transport: "arena",
                 session: sink.session().to_string(),
                 control: Some(sink.control().to_string()),
                 epoch: Some(arena.epoch().0),
                 capacity: arena.capacity(),
+                memory,
+                memory_reason: memory_reason.clone(),
             },
             #[cfg(feature = "store")]
             Self::Store(store) => store.identity(),
+        }
+    }
+
+    /// Kinds of checksums that are made where the tensors are.
+    pub(super) fn checksums(&self) -> &'static [ChecksumKind] {
+        #[cfg(feature = "cuda")]
+        if self.device_tensors().is_some() {
+            return &[ChecksumKind::Mixsum];
+        }
+        &ChecksumKind::ALL
+    }
+
+    /// What writes tensors, where the arena is on a device.
+    #[cfg(feature = "cuda")]
+    pub(super) fn device_tensors(&self) -> Option<&transport_mooncake_direct::cuda::DeviceTensors> {
+        match self {
+            Self::Arena { tensors, .. } => tensors.as_ref(),
+            #[cfg(feature = "store")]
+            Self::Store(_) => None,
         }
     }
 
@@ -109,7 +147,7 @@ impl Publisher {
 
     pub(super) async fn close(&self) -> Result<()> {
         match self {
-            Self::Arena { arena, sink } => {
+            Self::Arena { arena, sink, .. } => {
                 let closed = sink.close().await;
                 arena.close();
                 closed
@@ -121,7 +159,17 @@ impl Publisher {
 }
 
 impl Reserved {
-    /// The bytes of one tensor; they hold whatever was there before.
+    /// Where it lies, if that is an arena.
+    #[cfg(feature = "cuda")]
+    pub(super) fn in_arena(&mut self) -> Option<&mut SinkReservation> {
+        match self {
+            Self::Arena(reservation) => Some(reservation),
+            #[cfg(feature = "store")]
+            Self::Store(_) => None,
+        }
+    }
+
+    /// The bytes of one tensor in host memory; they hold whatever was there before.
     pub(super) fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
         match self {
             Self::Arena(reservation) => reservation.bytes_mut(sample, object),
@@ -142,7 +190,8 @@ impl Reserved {
     /// Makes the batch readable and describes it.
     pub(super) async fn publish(self) -> Result<Vec<Descriptor>> {
         match self {
-            Self::Arena(reservation) => reservation.publish().await,
+            // Whoever filled it has waited for what it wrote.
+            Self::Arena(reservation) => reservation.publish_after(Ready::Now, Duration::ZERO).await,
             #[cfg(feature = "store")]
             Self::Store(reservation) => reservation.publish().await,
         }

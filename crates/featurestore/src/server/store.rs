@@ -55,6 +55,8 @@ impl StorePublisher {
             control: None,
             epoch: None,
             capacity: self.segment,
+            memory: "store",
+            memory_reason: "object memory that this server adds to the store".into(),
         }
     }
 

@@ -23,7 +23,7 @@ use transport_core::{
     Ready, RegionMut, Release, RemoteAddr, SampleId, SampleKey, SessionName, StoreId, TensorMeta,
 };
 
-use super::{CopyPolicy, CudaEngine, CudaOptions, tests::simulate_kernels};
+use super::{CopyPolicy, CudaEngine, CudaOptions, simulated::simulate_kernels};
 use crate::{CaptureSink, DirectTransport, Engine, ReadOp, ReadOptions, SinkConfig};
 
 const MIB: u64 = 1 << 20;

@@ -11,17 +11,17 @@
 use std::sync::Arc;
 
 use capture_arena::cuda::{
-    CopyOp, Device, DeviceAttribute, DevicePtr, During, FunctionId, KernelArg, Launch, ModuleId,
-    Stream,
+    CopyOp, Device, DeviceAttribute, DevicePtr, FunctionId, KernelArg, Launch, Stream,
 };
-use transport_core::{Error, ErrorKind, Result};
+use transport_core::Result;
 
-use super::sequence::{HEAD_WORDS, PIECE_WORDS, Sequence, Share, Signal, write_pieces};
+use super::{
+    module::Module,
+    sequence::{HEAD_WORDS, PIECE_WORDS, Sequence, Share, Signal, write_pieces},
+};
 
 /// The device code. Ends with a zero byte, as the driver wants it.
 const PTX: &str = concat!(include_str!("gather.ptx"), "\0");
-/// Oldest CUDA version whose driver reads it.
-const MIN_CUDA: (u32, u32) = (12, 3);
 /// Pieces that travel with a launch: a kernel for each number, the smallest one costs least.
 pub(super) const INLINE: [usize; 3] = [8, 168, 1360];
 const INLINE_NAMES: [&str; 3] = ["gather_inline_8", "gather_inline_168", "gather_inline_1360"];
@@ -33,18 +33,19 @@ pub struct GatherKernel(Arc<Loaded>);
 
 #[derive(Debug)]
 struct Loaded {
-    device: Device,
-    module: ModuleId,
     list: FunctionId,
     inline: [FunctionId; 3],
     multiprocessors: u32,
+    module: Module,
 }
 
 impl GatherKernel {
     /// Loads it, which takes the driver some milliseconds.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] where the driver is older than CUDA 12.3.
+    /// [`Unsupported`] where the driver is older than CUDA 12.3.
+    ///
+    /// [`Unsupported`]: transport_core::ErrorKind::Unsupported
     pub fn load(device: &Device) -> Result<Self> {
         Self::load_code(device, PTX.as_bytes())
     }
@@ -53,39 +54,19 @@ impl GatherKernel {
     /// binary.
     #[doc(hidden)]
     pub fn load_code(device: &Device, code: &[u8]) -> Result<Self> {
-        const OPERATION: &str = "load gather kernel";
-        let found = device.api().driver().version;
-        if found < MIN_CUDA {
-            return Err(Error::new(ErrorKind::Unsupported, OPERATION, "the driver is too old")
-                .with("expected", format_args!("CUDA {}.{}", MIN_CUDA.0, MIN_CUDA.1))
-                .with("found", format_args!("CUDA {}.{}", found.0, found.1))
-                .remedy("install a newer driver"));
+        let module = Module::load(device, code, "load gather kernel")?;
+        let multiprocessors = module.attribute(DeviceAttribute::Multiprocessors)?.max(1);
+        let list = module.function(LIST_NAME)?;
+        let mut inline = [FunctionId(0); 3];
+        for (place, name) in inline.iter_mut().zip(INLINE_NAMES) {
+            *place = module.function(name)?;
         }
-        let _bound = device.bind()?;
-        let api = device.api();
-        let count = api.device_attribute(device.ordinal(), DeviceAttribute::Multiprocessors);
-        let module = api.module_load(code).during(OPERATION)?;
-        let mut loaded = Loaded {
-            device: device.clone(),
-            module,
-            list: FunctionId(0),
-            inline: [FunctionId(0); 3],
-            multiprocessors: u32::try_from(count.during(OPERATION)?).unwrap_or(1).max(1),
-        };
-        let function = |name| {
-            // SAFETY: the module was loaded just now.
-            unsafe { api.module_function(module, name) }.during(OPERATION)
-        };
-        loaded.list = function(LIST_NAME)?;
-        for (place, name) in loaded.inline.iter_mut().zip(INLINE_NAMES) {
-            *place = function(name)?;
-        }
-        Ok(Self(Arc::new(loaded)))
+        Ok(Self(Arc::new(Loaded { list, inline, multiprocessors, module })))
     }
 
     /// Its device.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        self.0.module.device()
     }
 
     pub(super) fn share(&self, blocks_each: u32, rounds: u32) -> Share {
@@ -150,17 +131,8 @@ impl GatherKernel {
     }
 }
 
-impl Drop for Loaded {
-    fn drop(&mut self) {
-        if let Ok(_bound) = self.device.bind() {
-            // SAFETY: loaded by `load`; every launch keeps the kernel alive until it is done.
-            let _ = unsafe { self.device.api().module_unload(self.module) };
-        }
-    }
-}
-
 /// The bytes of words, as they lie in memory.
-fn as_bytes(words: &[u64]) -> &[u8] {
+pub(super) fn as_bytes(words: &[u64]) -> &[u8] {
     // SAFETY: every byte of an integer is initialised, and bytes are aligned anywhere.
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
 }

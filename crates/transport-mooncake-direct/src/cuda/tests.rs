@@ -6,65 +6,12 @@ use std::{
 };
 
 use capture_arena::cuda::{
-    CopyOp, CudaApi, Device, DevicePtr, KernelArg,
-    scripted::{Machine, ScriptedCuda, SimulatedMemory},
+    CopyOp, CudaApi, Device, DevicePtr,
+    scripted::{Machine, ScriptedCuda},
 };
 use transport_core::ErrorKind;
 
-use super::*;
-
-/// What the kernels do, by the layout that `gather.cu` has: a check of what they are told, not of
-/// the device code.
-pub(crate) fn simulate_kernels(cuda: &ScriptedCuda) {
-    let inline = |memory: &mut SimulatedMemory<'_>, args: &[KernelArg<'_>], pieces: usize| {
-        let [KernelArg::Bytes(list)] = args else { panic!("not one structure: {args:?}") };
-        assert_eq!(list.len(), 40 + pieces * 24);
-        let (head, list) = list.split_at(40);
-        gather(memory, head, list)
-    };
-    for (name, pieces) in
-        [("gather_inline_8", 8), ("gather_inline_168", 168), ("gather_inline_1360", 1360)]
-    {
-        cuda.kernel(name, Arc::new(move |memory, _, args| inline(memory, args, pieces)));
-    }
-    cuda.kernel(
-        "gather_list",
-        Arc::new(|memory, _, args| {
-            let [KernelArg::Bytes(head), KernelArg::U64(list)] = args else {
-                panic!("not a head and an address: {args:?}")
-            };
-            let count = word(head, 3) & 0xffff_ffff;
-            let list = memory.read(DevicePtr(*list), count * 24)?;
-            gather(memory, head, &list)
-        }),
-    );
-}
-
-fn word(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(bytes[at * 8..][..8].try_into().unwrap())
-}
-
-fn gather(
-    memory: &mut SimulatedMemory<'_>,
-    head: &[u8],
-    list: &[u8],
-) -> capture_arena::cuda::CudaResult<()> {
-    assert_eq!(head.len(), 40);
-    let (units, blocks, done) = (word(head, 0), word(head, 1), word(head, 2));
-    let (count, chunk) = (word(head, 3) & 0xffff_ffff, word(head, 3) >> 32);
-    assert!(chunk > 0);
-    let place = |i: u64| if i < count { word(list, i as usize * 3 + 2) } else { units << 9 };
-    for i in 0..count {
-        let (src, dst) = (word(list, i as usize * 3), word(list, i as usize * 3 + 1));
-        let len = (place(i + 1) & !511) - (place(i) & !511) - (place(i) & 511);
-        memory.copy(DevicePtr(dst), DevicePtr(src), len)?;
-    }
-    if done != 0 {
-        assert_eq!(memory.read(DevicePtr(blocks), 4)?, [0; 4]);
-        memory.write(DevicePtr(done), &(word(head, 4) as u32).to_le_bytes())?;
-    }
-    Ok(())
-}
+use super::{simulated::simulate_kernels, *};
 
 struct Bed {
     cuda: Arc<ScriptedCuda>,
@@ -233,13 +180,17 @@ fn an_old_driver_is_refused_by_name() {
 
 #[test]
 fn the_device_code_is_made_from_the_source_beside_it() {
-    let source = include_str!("gather.cu");
-    let hash = source.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    let first = include_str!("gather.ptx").lines().next().unwrap();
-    let expected = format!("{hash:016x}");
-    assert!(first.ends_with(&expected), "gather.ptx is old: run the command that kernel.rs names");
+    for (name, source, made) in [
+        ("gather", include_str!("gather.cu"), include_str!("gather.ptx")),
+        ("tensors", include_str!("tensors.cu"), include_str!("tensors.ptx")),
+    ] {
+        let hash = source.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        });
+        let first = made.lines().next().unwrap();
+        let expected = format!("{name}.cu {hash:016x}");
+        assert!(first.ends_with(&expected), "{name}.ptx is old: run what kernel.rs names");
+    }
 }
 
 #[test]

@@ -58,6 +58,11 @@ impl SinkReservation {
         self.reservation.put_back(sample, object, region)
     }
 
+    /// Counts bytes that a writer brought from the host into an arena in device memory.
+    pub fn count_host_payload(&mut self, bytes: u64) {
+        self.moved.get_or_insert_default().host += bytes;
+    }
+
     /// Records which model layers a sample's hidden states were taken from.
     ///
     /// # Panics

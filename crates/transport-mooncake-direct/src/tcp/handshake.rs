@@ -65,6 +65,15 @@ pub(crate) fn fetch_metadata(
     SegmentDescriptor::parse(reply.json).map_err(|e| e.with("peer", session))
 }
 
+/// The transport by which the peer at `session` says that its memory is reached, such as `tcp` or
+/// `nvlink_intra`.
+///
+/// # Errors
+/// [`ErrorKind::PeerGone`], [`ErrorKind::Timeout`], [`ErrorKind::Protocol`].
+pub fn peer_protocol(session: &SessionName, deadline: Instant) -> Result<String> {
+    Ok(fetch_metadata(session, &SegmentDescriptor::default(), deadline)?.protocol)
+}
+
 /// Asks the peer at `session` whether it lives.
 pub(super) fn probe(session: &SessionName, deadline: Instant) -> Result<()> {
     let body = ask(session, Kind::Probe, "{}", deadline)?;

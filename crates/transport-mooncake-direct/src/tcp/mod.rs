@@ -20,6 +20,7 @@ mod window;
 pub(crate) use engine::{ReadError, outside};
 pub use engine::{ReadOp, ReadOptions, TcpEngine, TcpOptions, TcpStats};
 pub(crate) use handshake::fetch_metadata;
+pub use handshake::peer_protocol;
 pub(crate) use peer::check_epoch;
 pub(crate) use server::advertised;
 pub use server::{DataServer, DataServerConfig, DataServerStats};

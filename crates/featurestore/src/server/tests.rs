@@ -1,0 +1,250 @@
+//! A capture server whose arena is on a simulated device, and a trainer on another one.
+
+use std::{
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use capture_arena::{
+    Backing, RegionPool,
+    cuda::{
+        ArenaPeers, CudaError, Device, DeviceArenaConfig, DevicePtr,
+        scripted::{Machine, ScriptedCuda},
+    },
+};
+use control_proto::capture::{
+    CHECKSUMS_ANY, CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, ChecksumKind, Form, Limits,
+    Mixsum, Passthrough, Prompt, Row, SampleRequest, parse_response,
+};
+use transport_core::{
+    Destination, Dtype, FeatureName, FetchOptions, FetchRequest, Generation, Release, SampleId,
+    SampleKey, StoreId, TensorMeta,
+};
+use transport_mooncake_direct::{
+    DirectTransport, Engine,
+    cuda::{CudaEngine, CudaOptions, simulate_kernels},
+};
+
+use super::{CaptureServer, bind_http, memory::device::take_with, publisher::Publisher};
+use crate::{
+    Settings,
+    config::ServerConfig,
+    input::Folder,
+    source::Source,
+    workload::{Model, Stream},
+};
+
+const SEED: u64 = 7;
+
+fn machine() -> Arc<ScriptedCuda> {
+    let cuda = ScriptedCuda::new(Machine::default());
+    simulate_kernels(&cuda);
+    cuda
+}
+
+fn config() -> ServerConfig {
+    let mut settings = Settings::new().or_default("arena", "16MiB").unwrap();
+    settings.set("transport", "nvlink_intra").unwrap();
+    ServerConfig::from_settings(&settings).unwrap()
+}
+
+fn model() -> Model {
+    Model { hidden: 24, taps: vec![1, 2, 3] }
+}
+
+struct Running {
+    url: String,
+    health: String,
+    end: Option<tokio::sync::oneshot::Sender<()>>,
+    serving: tokio::task::JoinHandle<()>,
+}
+
+impl Running {
+    async fn start(cuda: &Arc<ScriptedCuda>, source: Source) -> Self {
+        let config = config();
+        let memory = take_with(cuda.clone(), &config).unwrap();
+        assert!(memory.reason.contains("plain memory of Scripted GPU 0"), "{}", memory.reason);
+        let publisher = Publisher::over(memory, &config).unwrap();
+        let listener = bind_http(config.http).await.unwrap();
+        let server = CaptureServer::over(listener, publisher, &config, source).await.unwrap();
+        let ready = server.ready_line();
+        assert_eq!(ready.memory, "device");
+        let (end, ended) = tokio::sync::oneshot::channel();
+        let serving = tokio::spawn(async move {
+            server.serve(async move { drop(ended.await) }).await.unwrap();
+        });
+        let url = format!("http://{}/generate", ready.http);
+        let health = format!("http://{}/health", ready.http);
+        Self { url, health, end: Some(end), serving }
+    }
+
+    async fn capture(&self, prompts: Vec<Prompt>, checksums: &str) -> Result<Vec<Row>, String> {
+        let keys: Vec<_> = prompts.iter().map(|prompt| prompt.sample.sample.clone()).collect();
+        let mut body = Vec::new();
+        CaptureRequest::new(Form::Patch, prompts).write(&mut body).unwrap();
+        let request = reqwest::Client::new().post(&self.url).body(body);
+        let answer = request.header(CHECKSUMS_HEADER, checksums).send().await.unwrap();
+        let status = answer.status();
+        let body = answer.bytes().await.unwrap();
+        if !status.is_success() {
+            return Err(String::from_utf8_lossy(&body).into_owned());
+        }
+        Ok(parse_response(&body, &keys, &Limits::default()).unwrap())
+    }
+
+    async fn health(&self) -> serde_json::Value {
+        let text = reqwest::get(&self.health).await.unwrap().text().await.unwrap();
+        serde_json::from_str(&text).unwrap()
+    }
+
+    async fn stop(mut self) {
+        drop(self.end.take());
+        self.serving.await.unwrap();
+    }
+}
+
+fn prompt(id: &str, tokens: usize) -> Prompt {
+    let sample = SampleId::new(id).unwrap();
+    let key = SampleKey::new(StoreId::new("s").unwrap(), sample, Generation(1));
+    let mut sample = SampleRequest::new(key);
+    sample.aux = Some(FeatureName::new("hidden_states").unwrap());
+    sample.last_hidden = Some(FeatureName::new("target_last_hidden_states").unwrap());
+    let ids: Vec<i64> = (0..tokens as i64).collect();
+    let meta = TensorMeta::new(Dtype::Int64, [1, tokens as u64]).unwrap();
+    let name = FeatureName::new("input_ids").unwrap();
+    sample.passthrough.push(Passthrough::new(name, meta, ids.clone()).unwrap());
+    Prompt { input_ids: ids, extra_key: None, sample }
+}
+
+fn trainer(cuda: &Arc<ScriptedCuda>) -> (Arc<DirectTransport>, RegionPool) {
+    let device = Device::open(cuda.clone(), 0).unwrap();
+    let engine = CudaEngine::new(&device, CudaOptions::default()).unwrap();
+    let memory = DeviceArenaConfig::new(8 << 20, ArenaPeers::Nobody);
+    let pool = RegionPool::new(Backing::device(&device, &memory).unwrap()).unwrap();
+    let builder = DirectTransport::builder().engine(Engine::Cuda).cuda(engine).pool(pool.clone());
+    (Arc::new(builder.build().unwrap()), pool)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn samples_are_made_on_the_device_and_arrive_on_another() {
+    let (servers, trainers) = (machine(), machine());
+    let server = Running::start(&servers, Source::Synthetic { model: model(), seed: SEED }).await;
+    let rows = server.capture(vec![prompt("a", 3), prompt("b", 4)], CHECKSUMS_ANY).await.unwrap();
+    let (transport, pool) = trainer(&trainers);
+    let mut descriptors = Vec::new();
+    for (row, tokens) in rows.into_iter().zip(3..) {
+        let CaptureOutcome::Captured(descriptor) = row.outcome else { panic!("{row:?}") };
+        let descriptor = Arc::new(descriptor);
+        let (fetching, wanted) = (transport.clone(), descriptor.clone());
+        let fetched = tokio::task::spawn_blocking(move || {
+            let request = FetchRequest::new(wanted, Destination::Pool);
+            fetching.fetch_blocking(vec![request], &FetchOptions::default()).unwrap().remove(0)
+        });
+        let fetched = fetched.await.unwrap();
+        let sums = row.checksums.unwrap();
+        assert_eq!(fetched.tensors.len(), 3);
+        for (name, tensor) in &fetched.tensors {
+            let at = DevicePtr(tensor.data.address() as u64);
+            let found = trainers.peek(at, tensor.data.len() as u64);
+            let mut expected = vec![0; found.len()];
+            if name.as_str() == "input_ids" {
+                expected = (0..tokens).flat_map(|id: i64| id.to_le_bytes()).collect();
+            } else {
+                Stream::new(SEED, &descriptor.sample.sample_id, name).write(0, &mut expected);
+            }
+            assert!(found == expected, "{name}");
+            assert_eq!(sums[name].kind, ChecksumKind::Mixsum);
+            assert_eq!(sums[name].value, Mixsum::of(&expected), "{name}");
+        }
+        drop(fetched);
+        descriptors.push(descriptor);
+    }
+    assert_eq!(pool.stats().free, pool.stats().capacity);
+    let health = server.health().await;
+    assert_eq!(health["host_payload_bytes"], 8 * (3 + 4), "only ids came from the host: {health}");
+    let releases = descriptors.into_iter().map(Release::from).collect();
+    let (releasing, measured) = (transport.clone(), transport.clone());
+    let released = tokio::task::spawn_blocking(move || releasing.release_blocking(releases));
+    assert_eq!(released.await.unwrap().unwrap().released, 2);
+    let measured = tokio::task::spawn_blocking(move || measured.health_blocking().unwrap());
+    assert_eq!(measured.await.unwrap().host_payload_bytes, 0);
+    let health = server.health().await;
+    assert_eq!(health["arena_largest_free"], health["arena_bytes"]);
+    server.stop().await;
+    tokio::task::spawn_blocking(move || drop(transport)).await.unwrap();
+    drop(pool);
+    eventually("nothing is left", || servers.leaks().is_empty() && trainers.leaks().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn files_are_brought_to_the_device_and_counted() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+    let folder = Folder::open(Path::new(folder)).unwrap();
+    let name = folder.names().next().unwrap().to_owned();
+    let sample = folder.sample(&name).unwrap();
+    let tokens = sample.tokens().unwrap() as usize;
+    let hidden = FeatureName::new("hidden_states").unwrap();
+    let mut expected = vec![0; sample.meta(&hidden).unwrap().nbytes() as usize];
+    sample.read(&hidden, &mut expected).unwrap();
+    let cuda = machine();
+    let server = Running::start(&cuda, Source::Folder(folder)).await;
+    let rows = server.capture(vec![prompt(&name, tokens)], "mixsum").await.unwrap();
+    let CaptureOutcome::Captured(descriptor) = &rows[0].outcome else { panic!("{rows:?}") };
+    let at = DevicePtr(descriptor.features[&hidden].address.unwrap().0);
+    assert!(cuda.peek(at, expected.len() as u64) == expected);
+    assert_eq!(rows[0].checksums.as_ref().unwrap()[&hidden].value, Mixsum::of(&expected));
+    let health = server.health().await;
+    assert_eq!(health["host_payload_bytes"], descriptor.nbytes(), "all of it came from the host");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_fails_is_a_failed_capture_and_its_ranges_come_back() {
+    let cuda = machine();
+    let server = Running::start(&cuda, Source::Synthetic { model: model(), seed: SEED }).await;
+    let error = server.capture(vec![prompt("a", 3)], "xxh3").await.unwrap_err();
+    assert!(error.contains("ask for mixsum"), "{error}");
+    cuda.fail("cuLaunchKernel", 1, 1, CudaError::OUT_OF_MEMORY);
+    let rows = server.capture(vec![prompt("a", 3), prompt("b", 4)], "mixsum").await.unwrap();
+    for row in &rows {
+        let CaptureOutcome::Failed { error, .. } = &row.outcome else { panic!("{row:?}") };
+        assert!(error.contains("cuLaunchKernel"), "{error}");
+    }
+    let health = server.health().await;
+    assert_eq!(health["arena_largest_free"], health["arena_bytes"], "{health}");
+    let rows = server.capture(vec![prompt("a", 3), prompt("b", 4)], "mixsum").await.unwrap();
+    assert!(rows.iter().all(|row| matches!(row.outcome, CaptureOutcome::Captured(_))), "{rows:?}");
+    server.stop().await;
+}
+
+#[test]
+fn memory_that_is_not_there_is_said_at_the_start() {
+    let cuda = machine();
+    let refused = |transport: &str, device: &str, arena: &str| {
+        let mut settings = Settings::new();
+        for (name, value) in [("transport", transport), ("device", device), ("arena", arena)] {
+            settings.set(name, value).unwrap();
+        }
+        let config = ServerConfig::from_settings(&settings).unwrap();
+        match take_with(cuda.clone(), &config) {
+            Ok(_) => panic!("{transport}, {device}, {arena} were taken"),
+            Err(error) => error.to_string(),
+        }
+    };
+    let fabric = refused("nvlink", "0", "1MiB");
+    assert!(fabric.contains("nvlink_intra"), "the remedy: {fabric}");
+    let none = refused("nvlink_intra", "3", "1MiB");
+    assert!(none.contains("sees no such device"), "{none}");
+    let large = refused("nvlink_intra", "0", "8GiB");
+    assert!(large.contains("choose an arena smaller than"), "{large}");
+    assert_eq!(cuda.leaks(), Vec::<String>::new());
+}
+
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !holds() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
