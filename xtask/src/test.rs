@@ -40,6 +40,7 @@ const ON_DEVICE: &[(&str, &str)] = &[
     ("capture-arena", "gpu"),
     ("transport-mooncake-direct", "gpu_engine"),
     ("transport-mooncake-direct", "gpu_sink"),
+    ("featurestore", "gpu"),
 ];
 /// What the tests against a Mooncake process on the device need, besides the device.
 const MOONCAKE_ON_DEVICE: &str = "import torch; from mooncake.engine import TransferEngine";

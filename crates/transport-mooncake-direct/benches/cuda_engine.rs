@@ -3,7 +3,8 @@
 //! Needs a CUDA device: `cargo bench -p transport-mooncake-direct --features cuda --bench
 //! cuda_engine`, or the executable that this builds, which needs nothing beside it. The publisher is
 //! this executable again, with an arena of plain memory (protocol `nvlink_intra`) and with one of
-//! file descriptors.
+//! file descriptors. With `--publisher-device N` and `--reader-device N` they are on two devices, and
+//! the raw copies beside everything else go from one to the other.
 //!
 //! `engine` is [`CudaEngine::read`] into regions in the caller's hands; `fetch` is
 //! [`DirectTransport::fetch_blocking`] into the receive pool, with everything that a trainer gets
@@ -39,14 +40,17 @@ const POISON: u8 = 0xEE;
 const STAGE: usize = 64 << 20;
 const RUNS: usize = 30;
 const WARM: usize = 3;
-const ARENA: u64 = 11 << 30;
+const ARENA: u64 = 12 << 30;
 const POOL: u64 = 5632 * MIB;
 const BOUND: Duration = Duration::from_secs(60);
 const ROLE: &str = "FEATURESTORE_BENCH_ROLE";
+const PUBLISHER: &str = "--publisher-device";
+const READER: &str = "--reader-device";
 /// Sets of samples: name, samples, and tensors of each in bytes.
 const SETS: &[(&str, usize, &[u64])] = &[
     ("79 MiB in one tensor", 64, &[79 * MIB]),
     ("79 MiB in four tensors", 64, &[62_128_128, 20_709_376, 20_224, 20_224]),
+    ("1 GiB in one tensor", 1, &[1024 * MIB]),
     ("256 KiB", 128, &[256 * KIB; 4]),
     ("64 KiB", 512, &[64 * KIB; 4]),
     ("10 KiB", 1024, &[10 * KIB; 4]),
@@ -55,19 +59,22 @@ const SETS: &[(&str, usize, &[u64])] = &[
 
 fn main() -> Result<()> {
     // Cargo passes `--bench`; without a device there is nothing to measure.
-    let device = match driver().and_then(|api| Device::open(api, 0)) {
-        Ok(device) => device,
+    let api = match driver() {
+        Ok(api) => api,
         Err(why) => {
             println!("skipped: {why}");
             return Ok(());
         }
     };
+    let publisher = device_of(PUBLISHER);
     if let Ok(role) = std::env::var(ROLE) {
-        return publish(&device, &role);
+        return publish(&Device::open(api, publisher)?, &role);
     }
+    let device = Device::open(api, device_of(READER))?;
     let info = device.api().driver().clone();
     let kernel = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     println!("{}, driver for CUDA {}.{}", device.name(), info.version.0, info.version.1);
+    println!("publisher on device {publisher}, reader on device {}", device.ordinal());
     println!("{}", kernel.lines().next().unwrap_or("kernel driver unknown"));
     for kind in [ArenaKind::Plain, ArenaKind::PosixFd] {
         println!("\narena of kind {kind}");
@@ -77,6 +84,12 @@ fn main() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The device that an argument names; 0 without it.
+fn device_of(argument: &str) -> u32 {
+    let mut arguments = std::env::args().skip_while(|found| found != argument).skip(1);
+    arguments.next().map_or(0, |text| number(&text) as u32)
 }
 
 /// The other process: an arena with everything that is read.
@@ -183,9 +196,18 @@ impl Bed {
     fn measure(&mut self) -> Result<()> {
         println!("| read | driver | engine | fetch | engine / driver | fetch / driver |");
         println!("|---|---|---|---|---|---|");
-        for (set, count) in
-            [(0, 1), (0, 64), (1, 1), (1, 8), (1, 64), (2, 128), (3, 512), (4, 1024), (5, 1)]
-        {
+        for (set, count) in [
+            (0, 1),
+            (0, 64),
+            (1, 1),
+            (1, 8),
+            (1, 64),
+            (2, 1),
+            (3, 128),
+            (4, 512),
+            (5, 1024),
+            (6, 1),
+        ] {
             let (what, _, tensors) = SETS[set];
             let bytes = tensors.iter().sum::<u64>() * count as u64;
             let driver = self.driver(set, count)?;
@@ -345,6 +367,7 @@ impl Publisher {
     fn start(role: &str) -> Self {
         let executable = std::env::current_exe().expect("this executable");
         let mut command = Command::new(executable);
+        command.arg(PUBLISHER).arg(device_of(PUBLISHER).to_string());
         command.env(ROLE, role).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("a second process");
         let stdout = BufReader::new(child.stdout.take().expect("piped"));

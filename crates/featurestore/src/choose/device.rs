@@ -146,3 +146,119 @@ fn probe_with(
         (other, _) => Devices { intra: Err(other.unwrap_or_default()), fabric: finding, reader },
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use capture_arena::{
+        Arena, ArenaConfig,
+        cuda::{
+            ArenaKind, CudaError,
+            scripted::{Machine, ScriptedCuda},
+        },
+    };
+    use transport_core::{Error, ErrorKind};
+    use transport_mooncake_direct::{
+        CaptureSink, SinkConfig, cuda::simulate_kernels, peer_protocol,
+    };
+
+    use super::*;
+    use crate::{choose, config::TransportChoice};
+
+    fn machine(machine: Machine) -> Arc<ScriptedCuda> {
+        let cuda = ScriptedCuda::new(machine);
+        simulate_kernels(&cuda);
+        cuda
+    }
+
+    fn sink(backing: Backing) -> CaptureSink {
+        let arena = Arena::start(backing, ArenaConfig::default()).unwrap();
+        CaptureSink::start(arena, SinkConfig::default()).unwrap()
+    }
+
+    /// A publisher with an arena of that kind on a device of its own.
+    fn on_device(kind: ArenaKind) -> CaptureSink {
+        let cuda = machine(Machine { fabric: None, ..Machine::default() });
+        let device = Device::open(cuda, 0).unwrap();
+        let config = DeviceArenaConfig::new(1 << 20, ArenaPeers::Native).kinds([kind]);
+        sink(Backing::device(&device, &config).unwrap())
+    }
+
+    fn asked(sinks: &[&CaptureSink]) -> Vec<Server> {
+        let config = Config::default();
+        let found =
+            |sink: &&CaptureSink| super::super::direct::greet(sink.control(), &config).unwrap();
+        sinks.iter().map(found).collect()
+    }
+
+    #[test]
+    fn memory_is_opened_by_what_the_servers_have() {
+        let plain = [on_device(ArenaKind::Plain), on_device(ArenaKind::Plain)];
+        let servers = asked(&[&plain[0], &plain[1]]);
+        assert_eq!(servers[0].protocol.as_deref(), Some("nvlink_intra"));
+        let here = machine(Machine::default());
+        let found = probe_with(|| Ok(here.clone()), 0, &servers);
+        assert!(found.intra.as_ref().unwrap().contains("Scripted GPU 0"), "{found:?}");
+        assert!(found.fabric.unwrap_err().contains("is opened by nvlink_intra"));
+        let reader = found.reader.unwrap();
+        assert_eq!(reader.0.stats().blocks, 2);
+        drop(reader);
+        assert_eq!(here.leaks(), Vec::<String>::new());
+
+        let fabric = on_device(ArenaKind::Fabric);
+        let here = machine(Machine { fabric: None, ..Machine::default() });
+        let found = probe_with(|| Ok(here.clone()), 0, &asked(&[&fabric]));
+        assert!(found.fabric.is_ok() && found.intra.is_err(), "{found:?}");
+    }
+
+    #[test]
+    fn a_device_is_opened_only_where_every_arena_is_on_one() {
+        let (plain, fabric) = (on_device(ArenaKind::Plain), on_device(ArenaKind::Fabric));
+        let heap = sink(Backing::heap(1 << 20).unwrap());
+        let never = || -> Result<Arc<dyn CudaApi>> { panic!("nobody needs a device") };
+        for (servers, part) in [
+            (asked(&[&heap]), "in host memory"),
+            (asked(&[&plain, &heap]), "in host memory"),
+            (asked(&[&plain, &fabric]), "is opened by nvlink"),
+        ] {
+            let found = probe_with(never, 0, &servers);
+            assert!(found.intra.as_ref().unwrap_err().contains(part), "{found:?}");
+            assert!(found.fabric.is_err() && found.reader.is_none());
+        }
+    }
+
+    #[test]
+    fn what_keeps_a_device_from_reading_is_said() {
+        let plain = on_device(ArenaKind::Plain);
+        let servers = asked(&[&plain]);
+        let none = || Err(Error::new(ErrorKind::Unsupported, "load", "no CUDA driver"));
+        assert!(probe_with(none, 0, &servers).intra.unwrap_err().contains("no CUDA driver"));
+        let here = machine(Machine::default());
+        let found = probe_with(|| Ok(here.clone()), 5, &servers);
+        assert!(found.intra.unwrap_err().contains("sees no such device"));
+        here.fail("cuIpcOpenMemHandle", 0, 1, CudaError::MAP_FAILED);
+        let found = probe_with(|| Ok(here.clone()), 0, &servers);
+        let why = found.intra.unwrap_err();
+        assert!(why.contains("names no memory that lives") && why.contains("server="), "{why}");
+        assert_eq!(here.leaks(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn without_a_device_samples_on_one_are_out_of_reach_and_nothing_is_taken_instead() {
+        let plain = on_device(ArenaKind::Plain);
+        let soon = Instant::now() + PROBE;
+        assert_eq!(peer_protocol(plain.session(), soon).unwrap(), "nvlink_intra");
+        if driver().is_ok() {
+            return; // what there is instead is a real one
+        }
+        let servers = [plain.control().clone()];
+        for asked in [TransportChoice::Auto, TransportChoice::Tcp, TransportChoice::NvlinkIntra] {
+            let error = choose::choose(&Config::default().transport(asked), &servers).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{asked}: {error}");
+            let part = match asked {
+                TransportChoice::Tcp => "keeps its samples in device memory",
+                _ => "no CUDA driver",
+            };
+            assert!(error.to_string().contains(part), "{asked}: {error}");
+        }
+    }
+}

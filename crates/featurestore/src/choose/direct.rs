@@ -196,7 +196,7 @@ fn listen() -> Result<()> {
 
 /// Says hello to a server's control listener, and asks what its memory is where only devices might
 /// read it.
-fn greet(server: &SessionName, config: &Config) -> Result<Server> {
+pub(super) fn greet(server: &SessionName, config: &Config) -> Result<Server> {
     let limits = Limits::default();
     let mut answer = Server { control: server.clone(), hello: None, protocol: None };
     let Some(line) = first_line(server, config, &limits).map_err(|e| e.with("server", server))?

@@ -93,3 +93,83 @@ fn host_bytes(data: &RegionSlice) -> Result<&[u8]> {
         Error::new(ErrorKind::Unsupported, "compare", "a tensor is not in host memory")
     })
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use std::sync::Arc;
+
+    use capture_arena::{
+        Backing, RegionPool,
+        cuda::{
+            ArenaPeers, Device, DeviceArenaConfig, DevicePtr,
+            scripted::{Machine, ScriptedCuda},
+        },
+    };
+    use control_proto::capture::Mixsum;
+    use indexmap::IndexMap;
+    use transport_core::{
+        ArenaLocation, Descriptor, Dtype, FeatureDescriptor, FeatureName, Generation, Location,
+        RemoteAddr, SampleId, SampleKey, StoreId, Tensor, TensorMeta,
+    };
+    use transport_mooncake_direct::cuda::{DeviceTensors, simulate_kernels};
+
+    use super::*;
+
+    const LENS: [u64; 3] = [4099, 8, 0];
+
+    fn fetched(cuda: &ScriptedCuda, pool: &RegionPool, bytes: &[Vec<u8>]) -> Fetched {
+        let name = |i| FeatureName::new(format!("t{i}")).unwrap();
+        let meta = |len: usize| TensorMeta::new(Dtype::Uint8, [len as u64]).unwrap();
+        let tensor = |(i, bytes): (usize, &Vec<u8>)| {
+            let region = pool.take(bytes.len()).unwrap();
+            if !bytes.is_empty() {
+                cuda.poke(DevicePtr(region.address() as u64), bytes);
+            }
+            (name(i), Tensor::new(meta(bytes.len()), region.freeze()).unwrap())
+        };
+        let tensors: IndexMap<_, _> = bytes.iter().enumerate().map(tensor).collect();
+        let feature = |(i, bytes): (usize, &Vec<u8>)| {
+            (name(i), FeatureDescriptor::new(meta(bytes.len()), Some(RemoteAddr(512)), None))
+        };
+        let features = bytes.iter().enumerate().map(feature).collect();
+        let (store, id) = (StoreId::new("s").unwrap(), SampleId::new("a").unwrap());
+        let any: transport_core::SessionName = "127.0.0.1:1".parse().unwrap();
+        let place = Location::Arena(ArenaLocation::new(any.clone(), any, None));
+        let key = SampleKey::new(store, id, Generation(1));
+        let descriptor = Descriptor::new(key, features, None, place).unwrap();
+        Fetched::new(Arc::new(descriptor), tensors, false)
+    }
+
+    #[test]
+    fn tensors_on_a_device_are_compared_there() {
+        let cuda = ScriptedCuda::new(Machine::default());
+        simulate_kernels(&cuda);
+        let device = Device::open(cuda.clone(), 0).unwrap();
+        let memory = DeviceArenaConfig::new(1 << 20, ArenaPeers::Nobody);
+        let pool = RegionPool::new(Backing::device(&device, &memory).unwrap()).unwrap();
+        let checker = Checker { device: Some(DeviceTensors::load(&device).unwrap()) };
+        let mut bytes: Vec<Vec<u8>> = LENS.iter().map(|&len| vec![7; len as usize]).collect();
+        let sums = |kind: ChecksumKind, bytes: &[Vec<u8>]| {
+            let sum = |bytes: &Vec<u8>| Checksum::new(kind, Mixsum::of(bytes)).to_string();
+            bytes.iter().enumerate().map(|(i, b)| (format!("t{i}"), sum(b))).collect()
+        };
+        let mut job = Job { checksums: Some(sums(ChecksumKind::Mixsum, &bytes)), sha256: None };
+        let same = fetched(&cuda, &pool, &bytes);
+        assert_eq!(checker.compare(&job, &same).unwrap(), (4107, Vec::new()));
+        bytes[0][4098] ^= 1;
+        let other = fetched(&cuda, &pool, &bytes);
+        assert_eq!(checker.compare(&job, &other).unwrap(), (4107, vec!["s/a/g1/t0".to_owned()]));
+
+        // One that no device makes is no proof.
+        job.checksums = Some(sums(ChecksumKind::Xxh3, &bytes));
+        assert_eq!(checker.compare(&job, &other).unwrap().1.len(), 3);
+        job.checksums = None;
+        assert!(
+            checker.compare(&job, &other).unwrap_err().to_string().contains("without checksum")
+        );
+        let blind = Checker { device: None };
+        job.checksums = Some(sums(ChecksumKind::Mixsum, &bytes));
+        let error = blind.compare(&job, &other).unwrap_err().to_string();
+        assert!(error.contains("not in host memory"), "{error}");
+    }
+}

@@ -16,7 +16,9 @@ pub(crate) const STEP: Duration = Duration::from_secs(60);
 
 /// The binary under test, without settings of the environment that runs the tests.
 pub(crate) fn featurestore(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_featurestore"));
+    // Somewhere else where the tests were carried to another machine.
+    let built = || env!("CARGO_BIN_EXE_featurestore").into();
+    let mut command = Command::new(std::env::var_os("FEATURESTORE_BIN").unwrap_or_else(built));
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("FEATURESTORE_") {
             command.env_remove(name);
