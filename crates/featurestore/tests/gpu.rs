@@ -78,6 +78,21 @@ fn the_kernels_make_and_sum_up_what_the_host_does() {
 
     // A byte that differs is seen, wherever it is.
     let last = frozen.len() - 1;
+    let rate = |what: &str, work: &mut dyn FnMut()| {
+        const RUNS: u32 = 20;
+        work();
+        let begun = Instant::now();
+        (0..RUNS).for_each(|_| work());
+        let each = begun.elapsed() / RUNS;
+        let gb = lens[last] as f64 / each.as_secs_f64() / 1e9;
+        println!("{what} {} bytes: {each:?}, {gb:.0} GB/s", lens[last]);
+    };
+    rate("sum up", &mut || drop(tensors.sums(&frozen[last..], soon()).unwrap()));
+    let mut region = Some(pool.take(lens[last]).unwrap());
+    rate("make", &mut || {
+        let made = vec![(region.take().unwrap(), Content::Synthetic { counter: 1 })];
+        region = tensors.write(made, false, soon()).unwrap().regions.pop();
+    });
     let whole = frozen[last].clone();
     for start in [16, 4096, 62_128_112] {
         let part = whole.slice(start..whole.len()).unwrap();
