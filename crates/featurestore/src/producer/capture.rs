@@ -4,8 +4,8 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use control_proto::capture::{
-    CHECKSUMS_ANY, CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, Form,
-    HOLDER_HEADER, Limits, Prompt, Row, parse_response,
+    CHECKSUMS_ANY, CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, Form, HOLDER_HEADER,
+    Limits, Prompt, Row, parse_response,
 };
 use indexmap::IndexMap;
 use parking_lot::Mutex;

@@ -60,18 +60,22 @@ fn sum_mixed(
     args: &[KernelArg<'_>],
 ) -> CudaResult<()> {
     let [KernelArg::Bytes(pieces)] = args else { panic!("not one structure: {args:?}") };
-    assert_eq!(pieces.len(), 8 + 64 * 16);
-    for piece in 0..launch.grid[1] as usize {
-        let (at, len) = (word(pieces, 1 + 2 * piece), word(pieces, 2 + 2 * piece));
+    assert_eq!(pieces.len(), 40 + 64 * 16);
+    let (sums, found, done) = (word(pieces, 0), word(pieces, 2), word(pieces, 3));
+    let (count, ticket) = (word(pieces, 4) & 0xffff_ffff, (word(pieces, 4) >> 32) as u32);
+    assert_eq!(u64::from(launch.grid[1]), count);
+    assert_eq!(memory.read(DevicePtr(word(pieces, 1)), 4)?, [0; 4], "no block is done before");
+    for piece in 0..count {
+        let at = 5 + 2 * piece as usize;
+        let (at, len) = (word(pieces, at), word(pieces, at + 1));
         let sum = match len {
             0 => 0,
             _ => Mixsum::of(&memory.read(DevicePtr(at), len)?),
         };
-        let place = DevicePtr(word(pieces, 0)).offset(8 * piece as u64);
-        assert_eq!(memory.read(place, 8)?, [0; 8], "sums are zero before");
-        memory.write(place, &sum.to_ne_bytes())?;
+        assert_eq!(memory.read(DevicePtr(sums).offset(8 * piece), 8)?, [0; 8]);
+        memory.write(DevicePtr(found).offset(8 * piece), &sum.to_ne_bytes())?;
     }
-    Ok(())
+    memory.write(DevicePtr(done), &ticket.to_ne_bytes())
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {

@@ -17,7 +17,12 @@ struct Piece {
 };
 
 struct Pieces {
-    u64 *sums; // one a piece, zero before
+    u64 *sums;   // one a piece, on the device; zero between launches
+    u32 *blocks; // how many blocks are done, on the device; zero between launches
+    u64 *found;  // where the last block writes the sums, in host memory
+    u32 *done;   // and then the ticket
+    u32 count;
+    u32 ticket;
     Piece list[64];
 };
 
@@ -66,15 +71,11 @@ extern "C" __global__ void __launch_bounds__(512) write_synthetic(u64 at, u64 le
     }
 }
 
-// Adds to the sum of every piece what mix gives of each word, xored with its number times GAMMA,
-// and of the length. Blocks of a row of the grid share one piece.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
-    sum_mixed(const __grid_constant__ Pieces pieces) {
-    const Piece piece = pieces.list[blockIdx.y];
+// What one block sums up of a piece; for its first thread.
+__device__ __forceinline__ u64 sum_of_block(const Piece piece) {
     const u64 threads = (u64)gridDim.x * blockDim.x;
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const u64 vectors = piece.len / 16;
-    if ((u64)blockIdx.x * blockDim.x >= vectors && blockIdx.x > 0) return;
     const u64 step = 2 * threads * GAMMA;
     u64 sum = 0, place = (2 * thread + 1) * GAMMA, v = thread;
     for (; v + 3 * threads < vectors; v += 4 * threads) {
@@ -103,11 +104,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
     }
     for (int half = 16; half > 0; half /= 2) sum += __shfl_down_sync(FULL_WARP, sum, half);
     __shared__ u64 of_warps[WARPS];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane == 0) of_warps[warp] = sum;
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0)
         for (int i = 1; i < WARPS; i++) sum += of_warps[i];
-        atomicAdd(&pieces.sums[blockIdx.y], sum);
+    return sum;
+}
+
+// Finds the sum of every piece: of what mix gives of each word, xored with its number times GAMMA,
+// and of the length. Blocks of a row of the grid share one piece.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+    sum_mixed(const __grid_constant__ Pieces pieces) {
+    const Piece piece = pieces.list[blockIdx.y];
+    if (blockIdx.x == 0 || (u64)blockIdx.x * blockDim.x < piece.len / 16) {
+        const u64 sum = sum_of_block(piece);
+        if (threadIdx.x == 0) atomicAdd(&pieces.sums[blockIdx.y], sum);
+    }
+    if (threadIdx.x == 0) {
+        __threadfence(); // the sum, before the block counts as done
+        if (atomicAdd(pieces.blocks, 1) == gridDim.x * gridDim.y - 1) {
+            __threadfence();
+            volatile u64 *sums = pieces.sums;
+            for (u32 i = 0; i < pieces.count; i++) {
+                ((volatile u64 *)pieces.found)[i] = sums[i];
+                sums[i] = 0;
+            }
+            *(volatile u32 *)pieces.blocks = 0;
+            __threadfence_system();
+            *(volatile u32 *)pieces.done = pieces.ticket;
+        }
     }
 }

@@ -4,7 +4,10 @@
 
 use std::{
     fmt,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -31,6 +34,15 @@ const BLOCKS_EACH: u32 = 2;
 const ALIGNMENT: usize = 16;
 /// Pinned memory of a lane: bytes of the host go through it part by part.
 const STAGING: u64 = 16 << 20;
+/// Words in front of the pieces, as `tensors.cu` has them.
+const HEAD_WORDS: usize = 5;
+/// Bytes of the sums; the counter of blocks is behind them on the device, the ticket in the host.
+const SUMS: u64 = (PIECES * size_of::<u64>()) as u64;
+/// Looks at the ticket between two questions to the driver, which costs more and finds faults.
+const LOOKS: u32 = 2048;
+/// How long a wait looks as often as it can. Then it sleeps between looks, for [`NAP`].
+const SPIN: Duration = Duration::from_millis(5);
+const NAP: Duration = Duration::from_micros(50);
 /// How long work that went wrong is waited for at the end.
 const LAST_WAIT: Duration = Duration::from_secs(2);
 
@@ -80,8 +92,9 @@ struct Inner {
 /// What one call at a time uses.
 struct Lane {
     stream: Stream,
-    sums: DeviceBlock,
-    found: Pinned, // the sums
+    sums: DeviceBlock, // and the counter
+    found: Pinned,     // the sums, and the ticket
+    ticket: u32,
     staging: Option<Pinned>,
 }
 
@@ -254,14 +267,14 @@ impl Drop for Inner {
 
 impl Lane {
     fn new(device: &Device) -> Result<Self> {
-        let bytes = PIECES * size_of::<u64>();
-        let config = DeviceArenaConfig::new(bytes as u64, ArenaPeers::Nobody);
-        Ok(Self {
-            stream: device.stream()?,
-            sums: DeviceBlock::create(device, &config)?,
-            found: device.pinned(bytes)?,
-            staging: None,
-        })
+        let stream = device.stream()?;
+        let config = DeviceArenaConfig::new(2 * SUMS, ArenaPeers::Nobody);
+        let sums = DeviceBlock::create(device, &config)?;
+        // SAFETY: just made, and nothing else uses it.
+        unsafe { stream.fill(sums.address(), 0, 2 * SUMS) }?;
+        stream.synchronize()?;
+        let found = device.pinned(2 * SUMS as usize)?;
+        Ok(Self { stream, sums, found, ticket: 0, staging: None })
     }
 
     /// Whether the device no longer touches what was queued here. One that reports an error runs
@@ -330,27 +343,62 @@ impl Lane {
     fn sum(&mut self, kernels: &Inner, pieces: &[Piece], deadline: Instant) -> Result<Vec<u64>> {
         let mut sums = Vec::with_capacity(pieces.len());
         for pieces in pieces.chunks(PIECES) {
-            let bytes = (pieces.len() * size_of::<u64>()) as u64;
-            let mut words = [0; 1 + 2 * PIECES];
-            words[0] = self.sums.address().0;
-            for (place, piece) in words[1..].chunks_exact_mut(2).zip(pieces) {
+            self.ticket = self.ticket.wrapping_add(1);
+            let done = self.found.address().offset(SUMS);
+            let mut words = [0; HEAD_WORDS + 2 * PIECES];
+            words[..HEAD_WORDS].copy_from_slice(&[
+                self.sums.address().0,
+                self.sums.address().offset(SUMS).0,
+                self.found.address().0,
+                done.0,
+                pieces.len() as u64 | u64::from(self.ticket) << 32,
+            ]);
+            for (place, piece) in words[HEAD_WORDS..].chunks_exact_mut(2).zip(pieces) {
                 place.copy_from_slice(&[piece.at, piece.len]);
             }
             let longest = pieces.iter().map(|piece| piece.len).max().unwrap_or(0);
             let grid = [kernels.blocks(longest), pieces.len() as u32, 1];
             let args = [KernelArg::Bytes(as_bytes(&words))];
-            // SAFETY: the lane's own memory, which nothing else uses until the wait below.
-            unsafe { self.stream.fill(self.sums.address(), 0, bytes) }?;
-            // SAFETY: one structure of that size is what this kernel takes. The pieces are kept
-            // until the stream is done with them.
+            // SAFETY: one structure of that size is what this kernel takes. The pieces and the
+            // lane's memory are kept until the stream is done with them.
             unsafe { self.stream.launch(kernels.sum, launch(grid), &args) }?;
-            // SAFETY: as above, into memory of the lane.
-            unsafe { self.stream.copy(self.found.address(), self.sums.address(), bytes) }?;
-            self.stream.synchronize_within(left(deadline))?;
+            self.wait(done, deadline)?;
             let (found, _) = self.found.as_slice().as_chunks();
             sums.extend(found[..pieces.len()].iter().map(|sum| u64::from_ne_bytes(*sum)));
         }
         Ok(sums)
+    }
+
+    /// Waits until the kernel has written its ticket; what was queued before it is done then too.
+    fn wait(&self, done: DevicePtr, deadline: Instant) -> Result<()> {
+        // SAFETY: an aligned word of the lane, which nothing but the kernel writes.
+        let word = unsafe { AtomicU32::from_ptr(done.0 as *mut u32) };
+        let started = Instant::now();
+        loop {
+            for _ in 0..LOOKS {
+                if word.load(Ordering::Acquire) == self.ticket {
+                    return Ok(());
+                }
+                std::hint::spin_loop();
+            }
+            let is_done = self.stream.is_done()?;
+            let now = Instant::now();
+            match is_done {
+                true if word.load(Ordering::Acquire) == self.ticket => return Ok(()),
+                true => {
+                    let why = "the kernel has ended without its sums";
+                    return Err(Error::new(ErrorKind::Unexpected, "sum up tensors", why));
+                }
+                false if now >= deadline => {
+                    let why = "the device is not done in time";
+                    return Err(Error::new(ErrorKind::Timeout, "sum up tensors", why)
+                        .with("waited_ms", now.saturating_duration_since(started).as_millis())
+                        .remedy("allow more time, or look for what else keeps the device busy"));
+                }
+                false if now.duration_since(started) > SPIN => std::thread::sleep(NAP),
+                false => {}
+            }
+        }
     }
 }
 
