@@ -211,6 +211,22 @@ mod tests {
     }
 
     #[test]
+    fn a_process_is_on_its_own_device_alone() {
+        let plain = on_device(ArenaKind::Plain); // on the first device
+        let here = machine(Machine { devices: 2, ..Machine::default() });
+        let found = probe_with(|| Ok(here.clone()), 1, &asked(&[&plain]));
+        assert!(found.intra.as_ref().unwrap().contains("(device 1)"), "{found:?}");
+        let reader = found.reader.unwrap();
+        let builder = transport_mooncake_direct::DirectTransport::builder();
+        let transport = reader.receive(builder, ByteSize::mib(8)).unwrap().build().unwrap();
+        let contexts: Vec<_> =
+            here.leaks().into_iter().filter(|leak| leak.contains("context of")).collect();
+        assert!(!contexts.is_empty() && contexts.iter().all(|c| c.ends_with("of 1")), "{contexts:?}");
+        drop(transport);
+        assert_eq!(here.leaks(), Vec::<String>::new());
+    }
+
+    #[test]
     fn a_device_is_opened_only_where_every_arena_is_on_one() {
         let (plain, fabric) = (on_device(ArenaKind::Plain), on_device(ArenaKind::Fabric));
         let heap = sink(Backing::heap(1 << 20).unwrap());

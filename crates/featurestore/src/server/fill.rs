@@ -35,6 +35,13 @@ impl Fill {
         self,
         mut reservation: Reserved,
     ) -> Result<(Reserved, Vec<Vec<Checksum>>)> {
+        #[cfg(feature = "cuda")]
+        let state = self.state.clone();
+        #[cfg(feature = "cuda")]
+        let _turn = match state.publisher.device() {
+            Some(device) => Some(device.turns.acquire().await.expect("never closed")),
+            None => None,
+        };
         let filling = tokio::task::spawn_blocking(move || {
             let filled = self.fill(&mut reservation);
             // In this order: ranges are given up before the place is, also if nobody waits.
@@ -48,10 +55,10 @@ impl Fill {
 
     fn fill(&self, reservation: &mut Reserved) -> Result<Vec<Vec<Checksum>>> {
         #[cfg(feature = "cuda")]
-        if let Some(tensors) = self.state.publisher.device_tensors()
+        if let Some(device) = self.state.publisher.device()
             && let Some(reservation) = reservation.in_arena()
         {
-            return self.fill_on_device(tensors, reservation);
+            return self.fill_on_device(&device.tensors, reservation);
         }
         self.fill_by_cpu(reservation)
     }

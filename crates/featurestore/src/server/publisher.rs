@@ -21,11 +21,25 @@ pub(super) enum Publisher {
         memory: &'static str,
         memory_reason: String,
         #[cfg(feature = "cuda")]
-        tensors: Option<transport_mooncake_direct::cuda::DeviceTensors>,
+        device: Option<OnDevice>,
     },
     #[cfg(feature = "store")]
     Store(StorePublisher),
 }
+
+/// What writes an arena's tensors on its device.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+pub(super) struct OnDevice {
+    pub(super) tensors: transport_mooncake_direct::cuda::DeviceTensors,
+    /// One a batch that is being written.
+    pub(super) turns: tokio::sync::Semaphore,
+}
+
+/// Batches that are written on a device at a time: one that the device works on, and one that is
+/// got ready. More would keep cores busy with looking whether it is done.
+#[cfg(feature = "cuda")]
+const DEVICE_TURNS: usize = 2;
 
 /// Room for a batch of samples, to be filled and published.
 #[derive(Debug)]
@@ -71,7 +85,10 @@ impl Publisher {
             memory: memory.name,
             memory_reason: memory.reason,
             #[cfg(feature = "cuda")]
-            tensors: memory.tensors,
+            device: memory.tensors.map(|tensors| OnDevice {
+                tensors,
+                turns: tokio::sync::Semaphore::new(DEVICE_TURNS),
+            }),
         })
     }
 
@@ -105,7 +122,7 @@ impl Publisher {
     /// Kinds of checksums that are made where the tensors are.
     pub(super) fn checksums(&self) -> &'static [ChecksumKind] {
         #[cfg(feature = "cuda")]
-        if self.device_tensors().is_some() {
+        if self.device().is_some() {
             return &[ChecksumKind::Mixsum];
         }
         &ChecksumKind::ALL
@@ -113,9 +130,9 @@ impl Publisher {
 
     /// What writes tensors, where the arena is on a device.
     #[cfg(feature = "cuda")]
-    pub(super) fn device_tensors(&self) -> Option<&transport_mooncake_direct::cuda::DeviceTensors> {
+    pub(super) fn device(&self) -> Option<&OnDevice> {
         match self {
-            Self::Arena { tensors, .. } => tensors.as_ref(),
+            Self::Arena { device, .. } => device.as_ref(),
             #[cfg(feature = "store")]
             Self::Store(_) => None,
         }
