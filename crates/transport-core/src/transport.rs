@@ -1,12 +1,12 @@
 //! The contract that every transport keeps.
 
-use std::{any::Any, fmt, sync::Arc, time::Duration};
+use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use indexmap::IndexMap;
 
 use crate::{
-    ClientId, Descriptor, Error, ErrorKind, FeatureName, RegionKind, RegionMut, RegionSlice,
+    ClientId, Descriptor, Dtype, Error, ErrorKind, FeatureName, RegionKind, RegionMut, RegionSlice,
     Result, SampleKey, TensorMeta,
 };
 
@@ -57,6 +57,7 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// - Names must be those of the descriptor, each once, and destinations as many and as long as
     ///   the tensors asked for; otherwise the call fails with [`ErrorKind::InvalidInput`] before any
     ///   byte moves, and regions go back to their owners at once.
+    /// - Of a tensor whose [`FetchRequest::ranges`] are given, only these bytes move.
     /// - A tensor without bytes is returned without a transfer.
     /// - From a successful fetch until [`Self::release`], the publisher keeps the bytes; what a view
     ///   shows, also until the view is dropped, however long this process is out of touch with it.
@@ -107,6 +108,8 @@ pub struct Capabilities {
     pub fetch: bool,
     /// [`Destination::View`]: tensors are read where the publisher put them, without a copy.
     pub views: bool,
+    /// [`FetchRequest::ranges`]: some bytes of a tensor are read without the others.
+    pub ranges: bool,
     /// Peers on other hosts can be reached.
     pub cross_host: bool,
     /// Sources and destinations in device memory are taken.
@@ -357,6 +360,9 @@ pub struct FetchRequest {
     pub descriptor: Arc<Descriptor>,
     /// Tensors to read, by name; all of them, in the descriptor's order, if `None`.
     pub names: Option<Vec<FeatureName>>,
+    /// Bytes to read of the one tensor that is asked for; all of them if `None`. See
+    /// [`Self::ranges`].
+    pub ranges: Option<Vec<Range<u64>>>,
     /// Where the bytes go.
     pub destination: Destination,
 }
@@ -364,7 +370,7 @@ pub struct FetchRequest {
 impl FetchRequest {
     /// Reads all tensors of a sample.
     pub fn new(descriptor: Arc<Descriptor>, destination: Destination) -> Self {
-        Self { descriptor, names: None, destination }
+        Self { descriptor, names: None, ranges: None, destination }
     }
 
     /// Reads only some tensors.
@@ -372,6 +378,56 @@ impl FetchRequest {
     pub fn names(mut self, names: Vec<FeatureName>) -> Self {
         self.names = Some(names);
         self
+    }
+
+    /// Reads only some bytes of one tensor: each range, in the order given, one after the other.
+    /// What comes back is a tensor of bytes, as long as all ranges together.
+    ///
+    /// Needs [`Capabilities::ranges`], and a destination other than [`Destination::View`], which
+    /// shows the whole tensor at no cost.
+    #[must_use]
+    pub fn ranges(mut self, ranges: Vec<Range<u64>>) -> Self {
+        self.ranges = Some(ranges);
+        self
+    }
+
+    /// For transports: what a request with ranges gives, once it is checked; `None` for whole
+    /// tensors. `able` is the transport's [`Capabilities::ranges`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the transport cannot do it or a view is asked for;
+    /// [`ErrorKind::InvalidInput`] for more than one tensor, and for a range that goes down or past
+    /// the end of the tensor, with key, expected and found.
+    pub fn ranged(&self, able: bool) -> Result<Option<TensorMeta>> {
+        let Some(ranges) = &self.ranges else { return Ok(None) };
+        let fail =
+            |kind, why| Err(Error::new(kind, "fetch", why).with("sample", &self.descriptor.sample));
+        if !able || matches!(self.destination, Destination::View) {
+            return fail(ErrorKind::Unsupported, "ranges of a tensor cannot be read this way")
+                .map_err(|e| e.remedy("fetch the whole tensor"));
+        }
+        let features = &self.descriptor.features;
+        let only = match self.names.as_deref() {
+            None if features.len() == 1 => features.first(),
+            Some([name]) => features.get_key_value(name),
+            _ => None,
+        };
+        let Some((name, feature)) = only else {
+            return fail(ErrorKind::InvalidInput, "ranges are of one tensor of the sample");
+        };
+        let bytes = feature.meta.nbytes();
+        let mut total = 0u64;
+        for range in ranges {
+            let len = range.end.checked_sub(range.start).filter(|_| range.end <= bytes);
+            let Some(sum) = len.and_then(|len| total.checked_add(len)) else {
+                return Err(Error::new(ErrorKind::InvalidInput, "fetch", "no range of the tensor")
+                    .with("key", self.descriptor.sample.object(name))
+                    .with("expected", format_args!("a range within {bytes} bytes"))
+                    .with("found", format_args!("{range:?}")));
+            };
+            total = sum;
+        }
+        TensorMeta::new(Dtype::Uint8, [total]).map(Some)
     }
 }
 

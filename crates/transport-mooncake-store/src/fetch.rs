@@ -45,7 +45,9 @@ struct Part {
 
 /// Refuses what can never be fetched, before any byte moves.
 pub(crate) fn check(requests: &[FetchRequest]) -> Result<()> {
-    for FetchRequest { descriptor, names, destination, .. } in requests {
+    for request in requests {
+        request.ranged(false)?;
+        let FetchRequest { descriptor, names, destination, .. } = request;
         let fail = |kind, why: &'static str| {
             Err(Error::new(kind, "fetch", why).with("key", &descriptor.sample))
         };

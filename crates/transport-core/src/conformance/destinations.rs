@@ -187,6 +187,64 @@ pub(super) async fn own_regions_come_back_filled(pair: &mut Pair) -> Verdict {
     returns.reach("after the fetched sample was dropped", 3).await
 }
 
+pub(super) async fn ranges_are_read_alone_or_refused(pair: &mut Pair) -> Verdict {
+    let specs: &[Spec<'_>] = &[("a", Dtype::Int32, &[700]), ("b", Dtype::Uint8, &[70])];
+    let descriptor = publish_one(pair, publication(&key("ranges"), specs, 1)).await?;
+    let whole = fetch_and_check(&pair.consumer, &descriptor, 1).await?;
+    let returns = Returns::default();
+    let request = |ranges: &[(u64, u64)], destination| {
+        let ranges = ranges.iter().map(|&(start, end)| start..end).collect();
+        FetchRequest::new(descriptor.clone(), destination).names(vec![name("a")]).ranges(ranges)
+    };
+    if !pair.consumer.info().capabilities.ranges {
+        let wanted = request(&[(0, 4)], Destination::Into(vec![returns.region(4)?]));
+        let result = fetch_one(&pair.consumer, wanted).await;
+        expect_error("a range", result, &[ErrorKind::Unsupported], &["sample"])?;
+        returns.reach("after a refused fetch", 1).await?;
+        return release_now(&pair.consumer, &descriptor).await;
+    }
+    let whole = whole.tensors["a"].data.as_bytes();
+    let whole = whole.ok_or_else(|| Stop::Failed("not in host memory".into()))?;
+    // In any order, touching, overlapping, empty, up to the end.
+    for ranges in [
+        &[(0, 2800)][..],
+        &[(7, 8)],
+        &[(2799, 2800), (0, 3), (3, 9), (5, 6), (10, 10)],
+        &[(0, 0)],
+        &[],
+    ] {
+        let expected: Vec<u8> = ranges
+            .iter()
+            .flat_map(|&(start, end)| &whole[start as usize..end as usize])
+            .copied()
+            .collect();
+        let own = Destination::Into(vec![returns.region(expected.len() as u64)?]);
+        for destination in [Destination::Pool, own] {
+            let fetched = fetch_one(&pair.consumer, request(ranges, destination)).await?;
+            let tensor = &fetched.tensors["a"];
+            ensure!(
+                (tensor.meta.dtype(), tensor.meta.nbytes())
+                    == (Dtype::Uint8, expected.len() as u64),
+                "{ranges:?} came as {}",
+                tensor.meta
+            );
+            ensure!(tensor.data.as_bytes() == Some(&expected), "{ranges:?} are other bytes");
+        }
+    }
+    for bad in [&[(0, 2801)][..], &[(0, 4), (2801, 2801)], &[(u64::MAX - 1, u64::MAX)], &[(9, 7)]] {
+        let what = format!("ranges {bad:?}");
+        let result = fetch_one(&pair.consumer, request(bad, Destination::Pool)).await;
+        let error = expect_error(&what, result, &[ErrorKind::InvalidInput], &["key", "found"])?;
+        ensure!(error.context("expected").is_some(), "{error}");
+    }
+    let two = FetchRequest { names: None, ..request(&[(0, 1)], Destination::Pool) };
+    expect_error("two", fetch_one(&pair.consumer, two).await, &[ErrorKind::InvalidInput], &[])?;
+    let long = request(&[(0, 4)], Destination::Into(vec![returns.region(5)?]));
+    let result = fetch_one(&pair.consumer, long).await;
+    expect_error("another length", result, &[ErrorKind::InvalidInput], &["key", "expected"])?;
+    release_now(&pair.consumer, &descriptor).await
+}
+
 pub(super) async fn destinations_mix_in_one_call(pair: &mut Pair) -> Verdict {
     let a = publish_plain(pair, "a", 1).await?;
     let b = publish_plain(pair, "b", 1).await?;

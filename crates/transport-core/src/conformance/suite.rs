@@ -289,6 +289,8 @@ suite! { ($)
         "what was fetched into the pool stays the same after its release", SMALL;
     destinations::own_regions_come_back_filled:
         "regions of the caller come back filled, are kept, and go back to their owner", ROOMY;
+    destinations::ranges_are_read_alone_or_refused:
+        "ranges of a tensor are read without the rest of it, or refused", ROOMY;
     destinations::destinations_mix_in_one_call:
         "requests of one call may have different destinations", ROOMY;
     destinations::nothing_writes_beside_the_destination:

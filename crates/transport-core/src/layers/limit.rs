@@ -185,6 +185,10 @@ fn units(bytes: u64) -> u32 {
 /// Bytes that a request asks to have copied; what its descriptor does not name counts none.
 fn copied_bytes(request: &FetchRequest) -> u64 {
     let features = &request.descriptor.features;
+    if let Some(ranges) = &request.ranges {
+        let lengths = ranges.iter().map(|range| range.end.saturating_sub(range.start));
+        return lengths.fold(0, u64::saturating_add);
+    }
     match (&request.destination, &request.names) {
         (Destination::View, _) => 0,
         (_, None) => request.descriptor.nbytes(),

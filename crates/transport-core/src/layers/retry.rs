@@ -246,7 +246,8 @@ fn copy_of(request: &FetchRequest) -> Option<FetchRequest> {
         Destination::Into(_) => return None,
     };
     let descriptor = request.descriptor.clone();
-    Some(FetchRequest { descriptor, names: request.names.clone(), destination })
+    let (names, ranges) = (request.names.clone(), request.ranges.clone());
+    Some(FetchRequest { descriptor, names, ranges, destination })
 }
 
 impl fmt::Debug for Retry {

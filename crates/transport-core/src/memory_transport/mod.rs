@@ -204,6 +204,7 @@ impl MemoryTransport {
             publish: owner,
             fetch: true,
             views: true,
+            ranges: true,
             cross_host: false,
             device_memory: false,
             staleness_checked: !older_peer,
@@ -297,7 +298,7 @@ impl MemoryTransport {
         let mut answers = Vec::with_capacity(plans.len());
         let mut copies = Vec::new();
         for (plan, sources) in plans.into_iter().zip(sources) {
-            answers.push((plan.descriptor, plan.names));
+            answers.push((plan.descriptor, plan.names, plan.part));
             copies.extend(sources.into_iter().zip(plan.sinks));
         }
         let bytes = copies.iter().map(|(source, sink)| sink.copied_bytes(source)).sum();
@@ -316,9 +317,10 @@ impl MemoryTransport {
         holds.confirm();
 
         let mut data = data.into_iter();
-        let fetched = answers.into_iter().map(|(descriptor, names)| {
+        let fetched = answers.into_iter().map(|(descriptor, names, part)| {
             let tensors = names.into_iter().zip(&mut data).map(|(name, data)| {
-                let meta = descriptor.features[&name].meta.clone();
+                let whole = || descriptor.features[&name].meta.clone();
+                let meta = part.clone().unwrap_or_else(whole);
                 (name, Tensor { meta, data })
             });
             let tensors: IndexMap<_, _> = tensors.collect();

@@ -1,10 +1,10 @@
 //! Calls as asked for, checked before any byte moves.
 
-use std::{collections::HashSet, sync::Arc};
+use std::{collections::HashSet, ops::Range, sync::Arc};
 
 use crate::{
     Descriptor, Destination, Error, ErrorKind, FeatureName, FetchRequest, Publication, RegionMut,
-    RegionSlice, Result,
+    RegionSlice, Result, TensorMeta,
 };
 
 /// Refuses sources that can never be published.
@@ -39,10 +39,18 @@ pub(super) struct Plan {
     pub(super) descriptor: Arc<Descriptor>,
     pub(super) names: Vec<FeatureName>,
     pub(super) sinks: Vec<Sink>, // one per name
+    /// What is read of the one tensor, if not all of it.
+    pub(super) part: Option<TensorMeta>,
 }
 
 /// Where one tensor goes.
-pub(super) enum Sink {
+pub(super) struct Sink {
+    place: SinkPlace,
+    /// Bytes of the tensor that go there, if not all.
+    ranges: Option<Vec<Range<u64>>>,
+}
+
+enum SinkPlace {
     View,
     Pool,
     Region(RegionMut),
@@ -50,7 +58,8 @@ pub(super) enum Sink {
 
 impl Plan {
     pub(super) fn new(request: FetchRequest) -> Result<Self> {
-        let FetchRequest { descriptor, names, destination } = request;
+        let part = request.ranged(true)?;
+        let FetchRequest { descriptor, names, ranges, destination } = request;
         let invalid = |why| Error::new(ErrorKind::InvalidInput, "fetch", why);
         let names = names.unwrap_or_else(|| descriptor.features.keys().cloned().collect());
         let mut seen = HashSet::new();
@@ -63,9 +72,9 @@ impl Plan {
                 return Err(invalid("the tensor is asked for twice").with("key", key));
             }
         }
-        let sinks: Vec<_> = match destination {
-            Destination::View => names.iter().map(|_| Sink::View).collect(),
-            Destination::Pool => names.iter().map(|_| Sink::Pool).collect(),
+        let places: Vec<_> = match destination {
+            Destination::View => names.iter().map(|_| SinkPlace::View).collect(),
+            Destination::Pool => names.iter().map(|_| SinkPlace::Pool).collect(),
             Destination::Into(regions) => {
                 if regions.len() != names.len() {
                     return Err(invalid("not one destination per tensor")
@@ -75,7 +84,8 @@ impl Plan {
                 }
                 for (name, region) in names.iter().zip(&regions) {
                     let key = descriptor.sample.object(name);
-                    let nbytes = descriptor.features[name].meta.nbytes();
+                    let meta = part.as_ref().unwrap_or(&descriptor.features[name].meta);
+                    let nbytes = meta.nbytes();
                     if region.len() as u64 != nbytes {
                         return Err(invalid("the destination is not as long as the tensor")
                             .with("key", key)
@@ -89,26 +99,45 @@ impl Plan {
                         );
                     }
                 }
-                regions.into_iter().map(Sink::Region).collect()
+                regions.into_iter().map(SinkPlace::Region).collect()
             }
         };
-        Ok(Self { descriptor, names, sinks })
+        let sink = |place| Sink { place, ranges: ranges.clone() };
+        let sinks = places.into_iter().map(sink).collect();
+        Ok(Self { descriptor, names, sinks, part })
     }
 }
 
 impl Sink {
     pub(super) fn copied_bytes(&self, source: &RegionSlice) -> u64 {
-        if matches!(self, Self::View) { 0 } else { source.len() as u64 }
+        if matches!(self.place, SinkPlace::View) { 0 } else { self.bytes(source) }
+    }
+
+    fn bytes(&self, source: &RegionSlice) -> u64 {
+        let all = source.len() as u64;
+        self.ranges.as_ref().map_or(all, |ranges| ranges.iter().map(|r| r.end - r.start).sum())
     }
 
     pub(super) fn fill(self, source: &RegionSlice) -> Result<RegionSlice> {
-        let mut region = match self {
-            Self::View => return Ok(source.clone()),
-            Self::Pool => RegionMut::zeroed(source.len())?,
-            Self::Region(region) => region,
+        let bytes = self.bytes(source) as usize;
+        let mut region = match self.place {
+            SinkPlace::View => return Ok(source.clone()),
+            SinkPlace::Pool => RegionMut::zeroed(bytes)?,
+            SinkPlace::Region(region) => region,
         };
-        let bytes = source.as_bytes().expect("the store is host memory");
-        region.as_mut_bytes().expect("checked to be host memory").copy_from_slice(bytes);
+        let source = source.as_bytes().expect("the store is host memory");
+        let mut to = region.as_mut_bytes().expect("checked to be host memory");
+        match self.ranges {
+            None => to.copy_from_slice(source),
+            Some(ranges) => {
+                for range in ranges {
+                    let from = &source[range.start as usize..range.end as usize];
+                    let (here, rest) = to.split_at_mut(from.len());
+                    here.copy_from_slice(from);
+                    to = rest;
+                }
+            }
+        }
         Ok(region.freeze())
     }
 }

@@ -193,7 +193,7 @@ impl DirectTransportBuilder {
         if let Some(timeout) = self.connect_timeout {
             (control.connect_timeout, tcp.connect_timeout) = (timeout, timeout);
         }
-        let capabilities = {
+        let mut capabilities = {
             let mut can = Capabilities::default();
             can.publish = self.sink.is_some();
             can.fetch = self.engine.is_some();
@@ -254,6 +254,7 @@ impl DirectTransportBuilder {
             },
             None => format!("featurestore sink {version}"),
         };
+        capabilities.ranges = state.as_ref().is_some_and(EngineState::reads_ranges);
         let mut info = TransportInfo::new(scheme, engine, capabilities);
         if let Some(reason) = self.reason {
             info = info.because(reason);

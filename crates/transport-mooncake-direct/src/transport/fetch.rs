@@ -9,14 +9,14 @@ use capture_arena::MappedBacking;
 use control_proto::control::Objects;
 use indexmap::IndexMap;
 use transport_core::{
-    Epoch, Error, ErrorKind, FetchRequest, Fetched, RegionMut, Result, Sequence, SessionName,
-    Tensor,
+    Epoch, Error, ErrorKind, FetchRequest, Fetched, RegionMut, RegionSlice, RemoteAddr, Result,
+    Sequence, SessionName, Tensor,
 };
 
 use super::{
     EngineState, Inner,
     publishers::{Life, Publisher},
-    request::{Wanted, outside},
+    request::{Wanted, WantedTensor, outside},
     transfer::Transfer,
     uses::{InUse, Uses},
 };
@@ -67,7 +67,10 @@ impl Inner {
         let views = matches!(engine, EngineState::Shm);
         let mut samples = requests
             .into_iter()
-            .map(|request| Wanted::check(request, views, engine.device_kind(), self.pool.as_ref()))
+            .map(|request| {
+                let can = (views, engine.reads_ranges());
+                Wanted::check(request, can, engine.device_kind(), self.pool.as_ref())
+            })
             .collect::<Result<Vec<_>>>()?;
         let mut groups = self.group(&samples)?;
         let result = self
@@ -251,7 +254,7 @@ impl Inner {
                 for &i in batch {
                     for tensor in &mut samples[i].tensors {
                         let region = tensor.region.take().expect("only shm gives views");
-                        ops.push(ReadOp::new(tensor.address, region));
+                        add_ops(&mut ops, tensor, region);
                     }
                 }
                 let ops = read_ops(&session, ops, &options).map_err(|failed| {
@@ -281,13 +284,13 @@ impl Inner {
                 let mut ops = ops.into_iter();
                 for &i in batch {
                     for tensor in &samples[i].tensors {
-                        let op = ops.next().expect("one a tensor");
-                        let moved = match op.dst.kind().is_host() {
+                        let data = filled(ops.by_ref().take(tensor.ops()))?;
+                        let moved = match data.kind().is_host() {
                             true => &self.host_bytes,
                             false => &self.device_bytes,
                         };
-                        moved.fetch_add(op.dst.len() as u64, Ordering::Relaxed);
-                        read[i].push(Tensor::new(tensor.meta.clone(), op.dst.freeze())?);
+                        moved.fetch_add(data.len() as u64, Ordering::Relaxed);
+                        read[i].push(Tensor::new(tensor.result().clone(), data)?);
                     }
                 }
             }
@@ -500,9 +503,39 @@ fn refused(sample: &Wanted, feature: usize, gone: bool) -> Error {
 fn locate(samples: &[Wanted], batch: &[usize], op: usize) -> Option<(usize, usize)> {
     let mut first = 0;
     batch.iter().find_map(|&i| {
-        let within = op.checked_sub(first)?;
-        first += samples[i].tensors.len();
-        (within < samples[i].tensors.len()).then_some((i, within))
+        let tensor = samples[i].tensors.iter().position(|tensor| {
+            let of_this = (first..first + tensor.ops()).contains(&op);
+            first += tensor.ops();
+            of_this
+        });
+        tensor.map(|tensor| (i, tensor))
+    })
+}
+
+/// The operations that fill `region` with what is wanted of a tensor.
+fn add_ops(ops: &mut Vec<ReadOp>, tensor: &WantedTensor, region: RegionMut) {
+    let Some(part) = &tensor.part else {
+        ops.push(ReadOp::new(tensor.address, region));
+        return;
+    };
+    let mut rest = region;
+    for (i, range) in part.ranges.iter().enumerate() {
+        let (own, tail) = rest
+            .split_at((range.end - range.start) as usize)
+            .expect("the region is as long as the ranges together");
+        rest = tail;
+        let mut op = ReadOp::new(RemoteAddr(tensor.address.0 + range.start), own);
+        op.same_object = i > 0;
+        ops.push(op);
+    }
+}
+
+/// What the operations of one tensor have filled, in one piece as it was before.
+fn filled(ops: impl Iterator<Item = ReadOp>) -> Result<RegionSlice> {
+    let mut ops = ops.map(|op| op.dst.freeze());
+    let Some(first) = ops.next() else { return Ok(RegionMut::zeroed(0)?.freeze()) };
+    ops.try_fold(first, RegionSlice::join).map_err(|_| {
+        Error::new(ErrorKind::Unexpected, "fetch", "a destination came back in pieces")
     })
 }
 

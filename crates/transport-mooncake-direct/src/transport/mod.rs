@@ -103,6 +103,11 @@ impl EngineState {
             _ => None,
         }
     }
+
+    /// Whether some bytes of a tensor can be read alone. What shm shows costs nothing whole.
+    fn reads_ranges(&self) -> bool {
+        matches!(self, Self::Tcp(_) | Self::Mooncake(_))
+    }
 }
 
 impl DirectTransport {

@@ -1,6 +1,6 @@
 //! What a fetch is asked for, checked before any byte moves.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use capture_arena::RegionPool;
 use transport_core::{
@@ -23,8 +23,31 @@ pub(super) struct WantedTensor {
     pub(super) name: FeatureName,
     pub(super) meta: TensorMeta,
     pub(super) address: RemoteAddr,
+    /// What is read of it, if not all.
+    pub(super) part: Option<PartOf>,
     /// Where it goes; none for a view.
     pub(super) region: Option<RegionMut>,
+}
+
+/// Some bytes of a tensor.
+#[derive(Debug)]
+pub(super) struct PartOf {
+    /// Checked to lie in the tensor.
+    pub(super) ranges: Vec<Range<u64>>,
+    /// All of them, one after the other.
+    pub(super) meta: TensorMeta,
+}
+
+impl WantedTensor {
+    /// What the caller gets.
+    pub(super) fn result(&self) -> &TensorMeta {
+        self.part.as_ref().map_or(&self.meta, |part| &part.meta)
+    }
+
+    /// How many operations read it.
+    pub(super) fn ops(&self) -> usize {
+        self.part.as_ref().map_or(1, |part| part.ranges.len())
+    }
 }
 
 impl Wanted {
@@ -32,11 +55,12 @@ impl Wanted {
     /// destinations that the engine fills, if not any of the host's.
     pub(super) fn check(
         request: FetchRequest,
-        views: bool,
+        (views, ranges): (bool, bool),
         kind: Option<RegionKind>,
         pool: Option<&RegionPool>,
     ) -> Result<Self> {
-        let FetchRequest { descriptor, names, destination, .. } = request;
+        let mut part = request.ranged(ranges)?;
+        let FetchRequest { descriptor, names, mut ranges, destination, .. } = request;
         arena_of(&descriptor)?;
         if views {
             check_lives("fetch", &descriptor)?;
@@ -72,7 +96,8 @@ impl Wanted {
                 ));
             }
             let (name, meta) = (name.clone(), feature.meta.clone());
-            tensors.push(WantedTensor { name, meta, address, region: None });
+            let part = ranges.take().zip(part.take()).map(|(ranges, meta)| PartOf { ranges, meta });
+            tensors.push(WantedTensor { name, meta, address, part, region: None });
         }
         let mut wanted =
             Self { descriptor, tensors, view: matches!(destination, Destination::View) };
@@ -108,7 +133,7 @@ impl Wanted {
                         .remedy("give the transport a pool, or fetch into own regions")
                 })?;
                 for i in 0..self.tensors.len() {
-                    let bytes = self.tensors[i].meta.nbytes();
+                    let bytes = self.tensors[i].result().nbytes();
                     let region = usize::try_from(bytes).map_err(|_| too_large(self.key(i), bytes));
                     // Names the pool's size as what was found: the tensor cannot be that large.
                     let region = pool.take(region?).map_err(|e| {
@@ -135,7 +160,7 @@ impl Wanted {
                     .with("found", regions.len()));
                 }
                 for (i, region) in regions.into_iter().enumerate() {
-                    let expected = self.tensors[i].meta.nbytes();
+                    let expected = self.tensors[i].result().nbytes();
                     check_kind(&region, kind).map_err(|e| e.with("key", self.key(i)))?;
                     if region.len() as u64 != expected {
                         return Err(Error::new(
@@ -177,6 +202,10 @@ pub(super) fn destination_bytes(requests: &[FetchRequest]) -> u64 {
     let bytes = |request: &FetchRequest| match &request.destination {
         Destination::View => 0,
         Destination::Into(regions) => regions.iter().map(|r| r.len() as u64).sum(),
+        _ if request.ranges.is_some() => {
+            let ranges = request.ranges.iter().flatten();
+            ranges.map(|r| r.end.saturating_sub(r.start)).fold(0, u64::saturating_add)
+        }
         _ => match &request.names {
             None => request.descriptor.nbytes(),
             Some(names) => names
