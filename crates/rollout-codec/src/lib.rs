@@ -11,6 +11,8 @@
 //! Nothing is ever pickled, rounded, narrowed or dropped unless the [`Schema`] says so.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "arrow")]
+mod arrow;
 mod column;
 pub mod commands;
 mod contract;

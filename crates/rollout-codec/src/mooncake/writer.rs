@@ -101,6 +101,15 @@ impl<'s, S: ObjectStore + ?Sized> Writer<'s, S> {
             [(Section::Batch, &rollout.batch), (Section::NonTensor, &rollout.non_tensor)]
         {
             for (name, column) in columns {
+                if name.is_empty() {
+                    let why = "a field without a name, which no reader takes";
+                    return Err(Error::new(
+                        ErrorKind::InvalidInput,
+                        "write structured object",
+                        why,
+                    )
+                    .with("field", "\"\""));
+                }
                 let member = format!("{}.{name}", section.name());
                 let field = |e: Error| e.with("field", name);
                 if let Column::Dense(array) = column {

@@ -192,12 +192,13 @@ impl Header {
     /// [`Self::locator`] asks for.
     #[cfg(feature = "transport")]
     pub(crate) fn index_ranges(&self, name: &str) -> Result<Vec<std::ops::Range<u64>>> {
-        let runs = match &self.field(name)?.what {
-            What::Ragged(record) => &record.runs,
-            What::Blobs { runs, .. } => runs,
-            _ => return Ok(Vec::new()),
+        let of_runs = |runs: &super::index::Runs| vec![Some(runs.offsets), runs.alias, runs.nulls];
+        let segments = match &self.field(name)?.what {
+            What::Ragged(record) => of_runs(&record.runs),
+            What::Blobs { runs, .. } => of_runs(runs),
+            What::Scalars { nulls, .. } => vec![*nulls],
+            _ => Vec::new(),
         };
-        let segments = [Some(&runs.offsets), runs.alias.as_ref(), runs.nulls.as_ref()];
         Ok(segments.into_iter().flatten().map(|segment| segment.at..segment.end()).collect())
     }
 

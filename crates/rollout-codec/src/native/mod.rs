@@ -47,6 +47,12 @@ pub use ragged_view::{RaggedView, RowRef};
 pub use select::{Fragment, Locator, ReadLimits, ReadPlan, ReadRequest, read_plan};
 pub use view::RolloutView;
 
+#[cfg(feature = "transport")]
+pub(crate) use {
+    narrow::widened,
+    select::{Joined, join},
+};
+
 /// Alignment of segments in the data, in bytes.
 pub const ALIGNMENT: u64 = 64;
 

@@ -1,6 +1,6 @@
 //! Whole numbers in fewer bytes, with every number checked, and back.
 
-use transport_core::{Dtype, Error, ErrorKind, Result};
+use transport_core::{Dtype, Error, ErrorKind, RegionMut, RegionSlice, Result};
 
 trait Int: Copy {
     const SIZE: usize;
@@ -106,6 +106,21 @@ pub(super) fn elements(
             .with("found", found.unwrap_or_default())
             .remedy("narrow less, or not at all")
     })
+}
+
+/// `wire` numbers as `dtype` numbers: the same memory unless they differ.
+pub(crate) fn widened(narrow: RegionSlice, dtype: Dtype, wire: Dtype) -> Result<RegionSlice> {
+    if dtype == wire {
+        return Ok(narrow);
+    }
+    let elements = narrow.len() as u64 / wire.size();
+    let len = elements.checked_mul(dtype.size()).and_then(|n| usize::try_from(n).ok());
+    let len = len.ok_or_else(|| {
+        Error::new(ErrorKind::Corrupt, "widen elements", "too long for an address space")
+    })?;
+    let mut wide = RegionMut::zeroed(len)?;
+    self::elements(wire, narrow.as_ref(), dtype, wide.as_mut_bytes().expect("host memory"))?;
+    Ok(wide.freeze())
 }
 
 #[cfg(test)]

@@ -27,8 +27,8 @@ pub struct Locator {
 
 #[derive(Clone, Debug)]
 enum Places {
-    /// Rows of the same length.
-    Even { row_bytes: u64, first_dim: Option<u64> },
+    /// Rows of the same length, some perhaps null.
+    Even { row_bytes: u64, first_dim: Option<u64>, nulls: Option<RegionSlice> },
     Runs {
         /// Bytes of one unit of the offsets.
         step_bytes: u64,
@@ -92,10 +92,11 @@ impl Header {
             What::Dense { wire, shape, data, .. } => {
                 let row = transport_core::TensorMeta::new(*wire, &shape[1..])?;
                 let first_dim = shape.get(1).copied();
-                (data, Places::Even { row_bytes: row.nbytes(), first_dim })
+                (data, Places::Even { row_bytes: row.nbytes(), first_dim, nulls: None })
             }
-            What::Scalars { wire, data, .. } => {
-                (data, Places::Even { row_bytes: wire.size(), first_dim: None })
+            What::Scalars { wire, data, nulls, .. } => {
+                let nulls = nulls.as_ref().map(get).transpose()?;
+                (data, Places::Even { row_bytes: wire.size(), first_dim: None, nulls })
             }
             _ => {
                 return Err(Error::new(
@@ -120,16 +121,18 @@ impl Locator {
                 .with("row", row)
                 .with("rows", self.rows));
         }
+        // Below the number of rows, which have offsets or nulls in memory.
+        let is_null = |nulls: &Option<RegionSlice>| {
+            nulls.as_ref().is_some_and(|nulls| nulls.as_ref()[row as usize] == 1)
+        };
         Ok(match &self.places {
+            Places::Even { nulls, .. } | Places::Runs { nulls, .. } if is_null(nulls) => None,
             Places::Even { row_bytes, .. } => {
                 let start = self.data_at + row * row_bytes;
                 Some(start..start + row_bytes)
             }
-            Places::Runs { step_bytes, offsets, alias, nulls, .. } => {
-                let i = row as usize; // below the number of rows, which have offsets in memory
-                if nulls.as_ref().is_some_and(|nulls| nulls.as_ref()[i] == 1) {
-                    return Ok(None);
-                }
+            Places::Runs { step_bytes, offsets, alias, .. } => {
+                let i = row as usize;
                 let run = alias.as_ref().map_or(i, |alias| alias.get(i) as usize);
                 let at = |i| self.data_at + offsets.get(i) * step_bytes;
                 Some(at(run)..at(run + 1))
@@ -175,6 +178,23 @@ pub struct ReadRequest<'r> {
     pub steps: Option<&'r [Range<u64>]>,
 }
 
+impl ReadRequest<'_> {
+    /// Where the rows, or the parts of them, lie in the data; `None` for a null row.
+    pub(crate) fn ranges(&self) -> Result<Vec<Option<Range<u64>>>> {
+        if self.steps.is_some_and(|steps| steps.len() != self.rows.len()) {
+            return Err(invalid("not one range of entries a row")
+                .with("field", &self.field.name)
+                .with("rows", self.rows.len())
+                .with("ranges", self.steps.map_or(0, <[_]>::len)));
+        }
+        let range = |(i, &row): (usize, &u64)| match self.steps {
+            Some(steps) => self.field.sub_row(row, &steps[i]),
+            None => self.field.row(row),
+        };
+        self.rows.iter().enumerate().map(range).collect()
+    }
+}
+
 /// How reads are joined.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReadLimits {
@@ -215,21 +235,36 @@ pub struct ReadPlan {
 
 /// Plans the reads for some rows of some fields.
 pub fn read_plan(requests: &[ReadRequest<'_>], limits: ReadLimits) -> Result<ReadPlan> {
-    let mut remote = Vec::with_capacity(requests.len());
-    for request in requests {
-        if request.steps.is_some_and(|steps| steps.len() != request.rows.len()) {
-            return Err(invalid("not one range of entries a row")
-                .with("field", &request.field.name)
-                .with("rows", request.rows.len()));
+    let remote = requests.iter().map(ReadRequest::ranges).collect::<Result<Vec<_>>>()?;
+    let Joined { fragments, wanted_bytes, bulk } =
+        join(remote.iter().flatten().flatten().cloned(), limits);
+    let place = |range: &Range<u64>| {
+        let after = fragments.partition_point(|fragment| fragment.remote <= range.start);
+        match after.checked_sub(1).map(|i| &fragments[i]) {
+            Some(f) if !range.is_empty() => {
+                let start = f.local + (range.start - f.remote);
+                start..start + (range.end - range.start)
+            }
+            _ => 0..0,
         }
-        let place = |(i, &row): (usize, &u64)| match request.steps {
-            Some(steps) => request.field.sub_row(row, &steps[i]),
-            None => request.field.row(row),
-        };
-        remote.push(request.rows.iter().enumerate().map(place).collect::<Result<Vec<_>>>()?);
-    }
-    let mut wanted: Vec<_> =
-        remote.iter().flatten().flatten().filter(|range| !range.is_empty()).cloned().collect();
+    };
+    let places = remote
+        .iter()
+        .map(|rows| rows.iter().map(|row| row.as_ref().map(place)).collect())
+        .collect();
+    Ok(ReadPlan { fragments, places, wanted_bytes, bulk })
+}
+
+/// Reads that cover some ranges of the data.
+pub(crate) struct Joined {
+    pub(crate) fragments: Vec<Fragment>,
+    pub(crate) wanted_bytes: u64,
+    pub(crate) bulk: Option<Fragment>,
+}
+
+/// Merges neighbours, and those that are closest until there are few enough.
+pub(crate) fn join(ranges: impl IntoIterator<Item = Range<u64>>, limits: ReadLimits) -> Joined {
+    let mut wanted: Vec<_> = ranges.into_iter().filter(|range| !range.is_empty()).collect();
     wanted.sort_unstable_by_key(|range| (range.start, range.end));
     let mut joined: Vec<Range<u64>> = Vec::new();
     let mut wanted_bytes = 0;
@@ -265,21 +300,7 @@ pub fn read_plan(requests: &[ReadRequest<'_>], limits: ReadLimits) -> Result<Rea
         }
         _ => None,
     };
-    let place = |range: &Range<u64>| {
-        let after = fragments.partition_point(|fragment| fragment.remote <= range.start);
-        match after.checked_sub(1).map(|i| &fragments[i]) {
-            Some(f) if !range.is_empty() => {
-                let start = f.local + (range.start - f.remote);
-                start..start + (range.end - range.start)
-            }
-            _ => 0..0,
-        }
-    };
-    let places = remote
-        .iter()
-        .map(|rows| rows.iter().map(|row| row.as_ref().map(place)).collect())
-        .collect();
-    Ok(ReadPlan { fragments, places, wanted_bytes, bulk })
+    Joined { fragments, wanted_bytes, bulk }
 }
 
 /// Joins neighbours across the smallest gaps until there are at most `max` ranges.

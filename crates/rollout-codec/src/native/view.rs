@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use indexmap::IndexMap;
-use transport_core::{Dtype, Error, ErrorKind, RegionMut, RegionSlice, Result, TensorMeta};
+use transport_core::{Dtype, Error, ErrorKind, RegionSlice, Result, TensorMeta};
 
 use super::{
     Header, gather,
@@ -193,17 +193,7 @@ impl RolloutView {
 
     /// `wire` numbers as `dtype` numbers: the same memory unless they differ.
     fn widened(&self, segment: &Segment, dtype: Dtype, wire: Dtype) -> Result<RegionSlice> {
-        let narrow = self.bytes(segment)?;
-        if dtype == wire {
-            return Ok(narrow);
-        }
-        let elements = narrow.len() as u64 / wire.size();
-        let len = elements.checked_mul(dtype.size()).and_then(|n| usize::try_from(n).ok());
-        let len = len.ok_or_else(|| corrupt("too long for an address space"))?;
-        let mut wide = RegionMut::zeroed(len)?;
-        let out = wide.as_mut_bytes().expect("host memory");
-        narrow::elements(wire, narrow.as_ref(), dtype, out)?;
-        Ok(wide.freeze())
+        narrow::widened(self.bytes(segment)?, dtype, wire)
     }
 
     fn ragged_of(&self, record: &RaggedRecord) -> Result<RaggedView> {

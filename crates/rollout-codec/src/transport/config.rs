@@ -5,8 +5,8 @@ use std::{fmt, num::NonZeroU64, sync::Arc, time::Duration};
 use capture_arena::RegionPool;
 use transport_core::{DEFAULT_DEADLINE, Error, ErrorKind, RegionMut, Result, StoreId};
 
-use super::HostShare;
-use crate::native::{BLOCK_BYTES, Options};
+use super::{HostShare, Journal};
+use crate::native::{BLOCK_BYTES, Options, ReadLimits};
 
 /// When checksums are compared on `get`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,6 +47,8 @@ pub struct RolloutConfig {
     pub threads: usize,
     /// When checksums are compared.
     pub verify: Verify,
+    /// How reads of some rows or fields are joined, where the transport reads ranges.
+    pub reads: ReadLimits,
     /// Longest put, and longest get. Default: 30 seconds.
     pub deadline: Duration,
     /// Gives memory for what is read in several parts, such as that of a registered pool. Default:
@@ -57,6 +59,9 @@ pub struct RolloutConfig {
     /// Readers on this host that get the same rollout over a transport without views read it once.
     /// Default: each reads by itself.
     pub host_share: Option<HostShare>,
+    /// Where puts note what they are about to write, so that it can be
+    /// [swept](super::RolloutTransport::sweep) if they die. Default: nowhere.
+    pub journal: Option<Journal>,
 }
 
 impl Default for RolloutConfig {
@@ -69,10 +74,12 @@ impl Default for RolloutConfig {
             in_flight: 2,
             threads: cores.min(4),
             verify: Verify::default(),
+            reads: ReadLimits::default(),
             deadline: DEFAULT_DEADLINE,
             take: None,
             register: None,
             host_share: None,
+            journal: None,
         }
     }
 }
@@ -108,6 +115,12 @@ impl RolloutConfig {
         Self { verify, ..self }
     }
 
+    /// Sets how reads of some rows or fields are joined.
+    #[must_use]
+    pub fn reads(self, reads: ReadLimits) -> Self {
+        Self { reads, ..self }
+    }
+
     /// Bounds each put and each get.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
@@ -136,6 +149,12 @@ impl RolloutConfig {
     #[must_use]
     pub fn host_share(self, share: HostShare) -> Self {
         Self { host_share: Some(share), ..self }
+    }
+
+    /// Notes in `journal` what puts are about to write.
+    #[must_use]
+    pub fn journal(self, journal: Journal) -> Self {
+        Self { journal: Some(journal), ..self }
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -185,6 +204,7 @@ impl fmt::Debug for RolloutConfig {
             .field("verify", &self.verify)
             .field("deadline", &self.deadline)
             .field("host_share", &self.host_share)
+            .field("journal", &self.journal)
             .finish_non_exhaustive()
     }
 }

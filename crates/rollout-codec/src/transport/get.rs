@@ -16,7 +16,7 @@ use super::{
     Handle, Inner, RolloutTransport, Verify,
     host::Shared,
     lease::{Entry, Lease},
-    root::Root,
+    root::{Part, Root},
 };
 use crate::{
     Rollout,
@@ -88,19 +88,17 @@ impl RolloutTransport {
         whole.sample()
     }
 
-    /// Reads some fields: of a copy only the data samples that hold them.
+    /// Reads some fields: of a copy only their bytes, or only the data samples that hold them where
+    /// the transport reads no [ranges](transport_core::Capabilities::ranges).
     pub async fn get_fields(&self, handle: &Handle, fields: &[&str]) -> Result<Sample> {
-        let ranges = |header: &Header| {
-            fields.iter().map(|field| header.field_range(field)).collect::<Result<Vec<_>>>()
-        };
-        let (header, parts) = self.0.ranges(handle, ranges).await?;
+        let mut opened = self.0.open(handle).await?;
+        let ranges = fields.iter().map(|field| opened.header().field_range(field));
+        let ranges = ranges.collect::<Result<Vec<_>>>()?;
+        opened.read(&ranges).await?;
         self.0.counters.got();
-        Ok(Sample { view: RolloutView::of_parts((*header).clone(), parts)? })
+        Ok(Sample { view: opened.view()? })
     }
 }
-
-/// Runs of the data: where each starts, and its bytes.
-pub(super) type Runs = Vec<(u64, RegionSlice)>;
 
 impl Inner {
     /// Fetches and checks the root. The caller has the entry's lock and either leases the samples
@@ -110,7 +108,8 @@ impl Inner {
         let root = handle.root();
         let views = self.transport.info().capabilities.views;
         let destination = if views { Destination::View } else { Destination::Pool };
-        let region = fetch(&self.transport, root.clone(), destination, deadline).await?;
+        let request = FetchRequest::new(root.clone(), destination);
+        let region = fetch(&self.transport, request, root.nbytes(), deadline).await?;
         let bytes = region.as_bytes().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "get rollout", "the root is in device memory")
         })?;
@@ -133,7 +132,11 @@ impl Inner {
         self.read_whole(handle, &entry).await
     }
 
-    async fn read_whole(&self, handle: &Handle, entry: &Arc<Entry>) -> Result<Arc<Whole>> {
+    pub(super) async fn read_whole(
+        &self,
+        handle: &Handle,
+        entry: &Arc<Entry>,
+    ) -> Result<Arc<Whole>> {
         let root = self.read_root(handle).await?;
         let lease = self.leases.lease(entry, root.descriptors());
         let deadline = Instant::now() + self.config.deadline;
@@ -162,54 +165,16 @@ impl Inner {
         Ok(whole)
     }
 
-    /// Reads the ranges that `wanted` finds in the header, and keeps them like any view.
-    pub(super) async fn ranges(
-        &self,
-        handle: &Handle,
-        wanted: impl FnOnce(&Header) -> Result<Vec<Range<u64>>>,
-    ) -> Result<(Arc<Header>, Runs)> {
-        let entry = self.leases.entry(handle);
-        let _locked = entry.lock().await;
-        entry.check_alive(handle)?;
-        let views = self.transport.info().capabilities.views;
-        if let Some(whole) = entry.whole() {
-            wanted(&whole.header)?; // names are checked all the same
-            self.counters.shared(whole.data.len() as u64);
-            return Ok((whole.header.clone(), vec![(0, whole.data())]));
-        }
-        if views {
-            let whole = self.read_whole(handle, &entry).await?;
-            wanted(&whole.header)?;
-            return Ok((whole.header.clone(), vec![(0, whole.data())]));
-        }
-        let root = self.read_root(handle).await?;
-        let lease = self.leases.lease(&entry, root.descriptors());
-        let deadline = Instant::now() + self.config.deadline;
-        let mut parts: Vec<Range<usize>> =
-            wanted(&root.header)?.iter().map(|range| root.parts_of(range)).collect();
-        parts.sort_unstable_by_key(|parts| (parts.start, parts.end));
-        let mut runs: Vec<Range<usize>> = Vec::new();
-        for part in parts.into_iter().filter(|part| !part.is_empty()) {
-            match runs.last_mut() {
-                Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
-                _ => runs.push(part),
-            }
-        }
-        let mut read = Vec::with_capacity(runs.len());
-        for run in runs {
-            let start = root.parts[run.start].range.start;
-            let data = self.run(&root, run, deadline).await?;
-            read.push((start, data.keeping(lease.clone())));
-        }
-        if self.wants_check(&root.header, true) {
-            let view = RolloutView::of_parts((*root.header).clone(), read.clone())?;
-            self.verify(view).await?;
-        }
-        Ok((root.header, read))
-    }
-
     /// A run of data samples as one slice: a view, or read into one region.
-    async fn run(&self, root: &Root, run: Range<usize>, deadline: Instant) -> Result<RegionSlice> {
+    pub(super) async fn run(
+        &self,
+        root: &Root,
+        run: Range<usize>,
+        deadline: Instant,
+    ) -> Result<RegionSlice> {
+        if run.is_empty() {
+            return Ok(RegionMut::zeroed(0)?.freeze());
+        }
         let bytes: u64 = root.parts[run.clone()].iter().map(|p| p.descriptor.nbytes()).sum();
         let views = self.transport.info().capabilities.views;
         if run.len() != 1 {
@@ -223,7 +188,8 @@ impl Inner {
         }
         let destination = if views { Destination::View } else { Destination::Pool };
         let descriptor = root.parts[run.start].descriptor.clone();
-        let data = fetch(&self.transport, descriptor, destination, deadline).await?;
+        let request = FetchRequest::new(descriptor, destination);
+        let data = fetch(&self.transport, request, bytes, deadline).await?;
         if views {
             self.counters.viewed(bytes);
         } else {
@@ -240,25 +206,39 @@ impl Inner {
         region: RegionMut,
         deadline: Instant,
     ) -> Result<RegionSlice> {
+        let pieces = root.parts[run].iter().map(|part| {
+            let Part { descriptor, .. } = part.clone();
+            Piece { bytes: descriptor.nbytes(), descriptor, ranges: None }
+        });
+        self.fill_with(pieces.collect(), region, deadline).await
+    }
+
+    /// Fills a region with pieces of data samples, in order, several at a time.
+    pub(super) async fn fill_with(
+        &self,
+        pieces: Vec<Piece>,
+        region: RegionMut,
+        deadline: Instant,
+    ) -> Result<RegionSlice> {
         let in_flight = Arc::new(Semaphore::new(self.config.in_flight));
         let mut calls = JoinSet::new();
+        let mut parts: Vec<Option<RegionSlice>> = vec![None; pieces.len()];
         let mut rest = region;
-        for (index, part) in root.parts[run.clone()].iter().enumerate() {
-            let bytes = part.descriptor.nbytes() as usize;
-            let (own, tail) = rest.split_at(bytes).expect("as long as the parts together");
+        for (index, Piece { descriptor, ranges, bytes }) in pieces.into_iter().enumerate() {
+            let (own, tail) =
+                rest.split_at(bytes as usize).expect("as long as the pieces together");
             rest = tail;
             let (transport, in_flight) = (self.transport.clone(), in_flight.clone());
-            let descriptor = part.descriptor.clone();
             calls.spawn(async move {
                 let _permit = in_flight.acquire_owned().await.map_err(|_| {
                     Error::new(ErrorKind::Closed, "get rollout", "another part failed")
                 })?;
-                let destination = Destination::Into(vec![own]);
-                let data = fetch(&transport, descriptor, destination, deadline).await?;
+                let mut request = FetchRequest::new(descriptor, Destination::Into(vec![own]));
+                request.ranges = ranges;
+                let data = fetch(&transport, request, bytes, deadline).await?;
                 Ok::<_, Error>((index, data))
             });
         }
-        let mut parts: Vec<Option<RegionSlice>> = vec![None; run.len()];
         let mut failure = None;
         while let Some(done) = calls.join_next().await {
             match done.expect("fetching does not panic") {
@@ -313,7 +293,7 @@ impl Inner {
         self.verify(RolloutView::new((*root.header).clone(), data.clone())?).await
     }
 
-    fn wants_check(&self, header: &Header, moved: bool) -> bool {
+    pub(super) fn wants_check(&self, header: &Header, moved: bool) -> bool {
         match self.config.verify {
             Verify::Never => false,
             Verify::Moved => moved && header.fields().all(|field| field.checksums),
@@ -321,29 +301,38 @@ impl Inner {
         }
     }
 
-    async fn verify(&self, view: RolloutView) -> Result<()> {
+    pub(super) async fn verify(&self, view: RolloutView) -> Result<()> {
         let threads = self.config.threads;
         let checked = tokio::task::spawn_blocking(move || view.verify(threads)).await;
         checked.expect("verifying does not panic")
     }
 }
 
-/// Reads the one tensor of a sample.
+/// What is read of one data sample.
+pub(super) struct Piece {
+    pub(super) descriptor: Arc<Descriptor>,
+    /// All of it if none.
+    pub(super) ranges: Option<Vec<Range<u64>>>,
+    /// How much that is.
+    pub(super) bytes: u64,
+}
+
+/// Reads the one tensor of a sample, or `bytes` of it.
 async fn fetch(
     transport: &Arc<dyn Transport>,
-    descriptor: Arc<Descriptor>,
-    destination: Destination,
+    request: FetchRequest,
+    bytes: u64,
     deadline: Instant,
 ) -> Result<RegionSlice> {
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let options = FetchOptions::default().deadline(left);
-    let request = FetchRequest::new(descriptor.clone(), destination);
+    let descriptor = request.descriptor.clone();
     let mut fetched = transport.fetch(vec![request], options).await?;
     let tensor = fetched.pop().and_then(|mut one| one.tensors.pop()).map(|(_, tensor)| tensor);
-    let tensor = tensor.filter(|tensor| tensor.data.len() as u64 == descriptor.nbytes());
+    let tensor = tensor.filter(|tensor| tensor.data.len() as u64 == bytes);
     tensor.map(|tensor| tensor.data).ok_or_else(|| {
         Error::new(ErrorKind::ShortRead, "get rollout", "the transport gave another tensor")
             .with("key", &descriptor.sample)
-            .with("expected_bytes", descriptor.nbytes())
+            .with("expected_bytes", bytes)
     })
 }

@@ -7,9 +7,9 @@
 //! died lead nowhere and are dropped by the next reader.
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{Read, Seek, SeekFrom, Write},
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -20,7 +20,7 @@ use rustix::fs::FlockOperation;
 use transport_core::{ArenaOffset, Error, ErrorKind, RegionMut, RegionSlice, Result};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::Handle;
+use super::{Handle, folder};
 
 const OPERATION: &str = "share rollout";
 /// How often a taken lock is looked at again.
@@ -39,22 +39,7 @@ pub struct HostShare(Arc<PathBuf>);
 impl HostShare {
     /// Uses `folder`, which is made for this user alone, and refuses one that others can write.
     pub fn new(folder: impl Into<PathBuf>) -> Result<Self> {
-        let folder = folder.into();
-        let failed = |e| Error::io(OPERATION, e).with("folder", folder.display());
-        DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(failed)?;
-        let found = fs::symlink_metadata(&folder).map_err(failed)?;
-        let mine = found.uid() == rustix::process::geteuid().as_raw();
-        if !found.is_dir() || !mine || found.mode() & 0o022 != 0 {
-            return Err(Error::new(
-                ErrorKind::PermissionDenied,
-                OPERATION,
-                "the folder is not this user's alone",
-            )
-            .with("folder", folder.display())
-            .with("mode", format_args!("{:o}", found.mode() & 0o7777))
-            .remedy("choose a folder that only this user can write"));
-        }
-        Ok(Self(Arc::new(folder)))
+        folder::private(folder.into(), OPERATION).map(|folder| Self(Arc::new(folder)))
     }
 
     /// The data of a rollout: found in another process, or read by `read` into memory that the

@@ -11,7 +11,9 @@ use std::{
 
 use parking_lot::Mutex;
 use tokio::{runtime, sync::OwnedMutexGuard};
-use transport_core::{Descriptor, Error, ErrorKind, Release, Result, SampleKey, Transport};
+use transport_core::{
+    Descriptor, Error, ErrorKind, Release, ReleaseReport, Result, SampleKey, Transport,
+};
 
 use super::{Handle, get::Whole};
 
@@ -166,7 +168,7 @@ impl Drop for Lease {
             let transport = &*end.0.transport;
             let done = match state {
                 (true, _) => Ok(()), // read again meanwhile: that lease ends it
-                (false, true) => remove(transport, &samples).await,
+                (false, true) => remove(transport, &samples).await.map(drop),
                 (false, false) => transport.let_go(samples.clone()).await,
             };
             if let Err(error) = done
@@ -198,8 +200,10 @@ impl Drop for End {
 /// Ends this client's holds and frees: what others hold goes with the last of them.
 ///
 /// A holder that frees leaves the object to the other holders; so the hold goes first.
-pub(super) async fn remove(transport: &dyn Transport, samples: &[Arc<Descriptor>]) -> Result<()> {
+pub(super) async fn remove(
+    transport: &dyn Transport,
+    samples: &[Arc<Descriptor>],
+) -> Result<ReleaseReport> {
     transport.let_go(samples.to_vec()).await?;
-    transport.release(samples.iter().cloned().map(Release::from).collect()).await?;
-    Ok(())
+    transport.release(samples.iter().cloned().map(Release::from).collect()).await
 }

@@ -34,17 +34,22 @@
 //! Whatever `get` returns, and every slice made from it, keeps the bytes: as long as one lives,
 //! [`cleanup`](RolloutTransport::cleanup) of this process is put off. With the last one this
 //! process lets go, and others may still read. Every handle has to be cleaned up once, by any
-//! process.
+//! process. What a producer leaves in a store that is killed in the middle of a put is removed by
+//! [`sweep`](RolloutTransport::sweep), if it keeps a [`Journal`].
 
 mod config;
+mod folder;
 mod get;
 mod handle;
 mod host;
+mod journal;
 mod lease;
 mod put;
+mod ranges;
 mod root;
 mod rows;
 mod stats;
+mod sweep;
 
 use std::{fmt, sync::Arc};
 
@@ -55,8 +60,10 @@ pub use config::{Register, RolloutConfig, Take, Verify};
 pub use get::Sample;
 pub use handle::{Handle, MAX_HANDLE_BYTES};
 pub use host::HostShare;
+pub use journal::Journal;
 pub use rows::{FieldRows, RowSet};
 pub use stats::RolloutStats;
+pub use sweep::SweepReport;
 
 use lease::Leases;
 use stats::Counters;

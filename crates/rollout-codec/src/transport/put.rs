@@ -2,7 +2,10 @@
 
 use std::{
     ops::Range,
-    sync::Arc,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
     time::{Duration, Instant},
 };
 
@@ -11,14 +14,14 @@ use parking_lot::Mutex;
 use tokio::{sync::Semaphore, task::JoinSet};
 use transport_core::{
     Descriptor, Dtype, Error, ErrorKind, FeatureName, Generation, Publication, PublishOptions,
-    Ready, RegionSlice, Result, SampleId, SampleKey, Tensor, TensorMeta, Transport, Writer,
+    Ready, RegionSlice, Result, SampleId, SampleKey, Tensor, TensorMeta, Writer,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     Handle, RolloutTransport,
     handle::About,
-    lease, root,
+    journal, lease, root,
     root::{DATA, HEADER},
     stats::Counters,
 };
@@ -35,10 +38,7 @@ impl RolloutTransport {
     ///
     /// On failure, and when the future is dropped, everything that was written is removed again.
     pub async fn put(&self, rollout: Rollout<'static>) -> Result<Handle> {
-        let mut id = [0; 16];
-        getrandom::fill(&mut id)
-            .map_err(|e| Error::new(ErrorKind::Unexpected, "put rollout", e.to_string()))?;
-        self.put_as(&format!("{:032x}", u128::from_le_bytes(id)), rollout).await
+        self.put_as(&format!("{:032x}", random_id()?), rollout).await
     }
 
     /// Puts a rollout under `name`, such as `dp0/17`. A name that is taken is an error.
@@ -53,9 +53,15 @@ impl RolloutTransport {
             None if views => u64::MAX,
             None => DEFAULT_CHUNK_BYTES,
         };
-        let parts = plan.parts(chunk_bytes);
+        let mut parts = plan.parts(chunk_bytes);
+        let mut sums = vec![None; parts.len()];
+        if plan.data_bytes() == 0 {
+            // No sample without bytes: nobody would have to move it.
+            parts.clear();
+            sums = vec![Some(plan.encode_part(&(0..0), &mut [], 1)?)];
+        }
         let job = Arc::new(Job {
-            sums: Mutex::new(vec![None; parts.len()]),
+            sums: Mutex::new(sums),
             plan,
             parts,
             threads: self.0.config.threads,
@@ -65,7 +71,7 @@ impl RolloutTransport {
         let outcome = self.put_all(name, &job, deadline, &placed).await;
         match outcome {
             Ok(handle) => {
-                placed.end();
+                placed.keep();
                 self.0.counters.put();
                 Ok(handle)
             }
@@ -89,8 +95,12 @@ impl RolloutTransport {
             Ok::<_, Error>(SampleKey::new(self.0.config.store_id.clone(), sample, generation))
         };
         let root_key = key(name.to_owned())?;
-        let data_keys: Vec<SampleKey> =
-            (0..job.parts.len()).map(|i| key(format!("{name}:{i}"))).collect::<Result<_>>()?;
+        // Nobody else's, also where the name is used again: they can be swept without a look.
+        let own = random_id()? as u64;
+        let data_keys: Vec<SampleKey> = (0..job.parts.len())
+            .map(|i| key(format!("{name}:{own:016x}:{i}")))
+            .collect::<Result<_>>()?;
+        placed.0.begin(&data_keys, &job.parts).await?;
         let in_flight = Arc::new(Semaphore::new(self.0.config.in_flight));
         let mut calls = JoinSet::new();
         for (index, key) in data_keys.into_iter().enumerate() {
@@ -141,6 +151,7 @@ impl RolloutTransport {
             generation: generation.0,
             xxh3: xxh3_64(&object),
         };
+        placed.0.root(&root_key, object.len() as u64, about)?;
         let meta = TensorMeta::new(Dtype::Uint8, [object.len() as u64])?;
         let tensor = Tensor::new(meta, RegionSlice::copy_of(&object))?;
         let tensors = IndexMap::from([(feature(HEADER)?, tensor)]);
@@ -155,6 +166,13 @@ impl RolloutTransport {
         handle.to_json()?; // a handle that cannot travel is no use
         Ok(handle)
     }
+}
+
+fn random_id() -> Result<u128> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id)
+        .map_err(|e| Error::new(ErrorKind::Unexpected, "put rollout", e.to_string()))?;
+    Ok(u128::from_le_bytes(id))
 }
 
 fn feature(name: &'static str) -> Result<FeatureName> {
@@ -206,26 +224,57 @@ struct Kept {
     rollouts: RolloutTransport,
     /// None once the put has ended: what comes later is taken back at once.
     samples: Mutex<Option<Vec<Arc<Descriptor>>>>,
+    journal: OnceLock<journal::Entry>,
+    /// Taking back that has not happened yet; nothing of the put is left without a handle if it is
+    /// 0 in the end.
+    owed: AtomicUsize,
 }
 
 impl Placed {
     fn new(rollouts: RolloutTransport) -> Self {
-        Self(Arc::new(Kept { rollouts, samples: Mutex::new(Some(Vec::new())) }))
+        Self(Arc::new(Kept {
+            rollouts,
+            samples: Mutex::new(Some(Vec::new())),
+            journal: OnceLock::new(),
+            owed: AtomicUsize::new(0),
+        }))
     }
 
     fn end(&self) -> Vec<Arc<Descriptor>> {
         self.0.samples.lock().take().unwrap_or_default()
     }
 
+    /// The put has succeeded.
+    fn keep(&self) {
+        drop(self.end());
+    }
+
     async fn take_back(&self) {
-        take_back(self.0.rollouts.0.transport.clone(), self.end()).await;
+        let samples = self.end();
+        self.0.clone().take_back(samples).await;
     }
 }
 
 impl Kept {
+    /// Notes in the journal, if there is one, what is about to be written.
+    async fn begin(&self, keys: &[SampleKey], parts: &[Range<u64>]) -> Result<()> {
+        let Some(journal) = self.rollouts.0.config.journal.clone() else { return Ok(()) };
+        let data = keys.iter().zip(parts).map(|(key, part)| (key.clone(), part.end - part.start));
+        let data: Vec<_> = data.collect();
+        let begun = tokio::task::spawn_blocking(move || journal.begin(&data)).await;
+        let entry = begun.expect("writing a journal does not panic")?;
+        self.journal.set(entry).expect("a put begins once");
+        Ok(())
+    }
+
+    fn root(&self, key: &SampleKey, bytes: u64, about: About) -> Result<()> {
+        let Some(entry) = self.journal.get() else { return Ok(()) };
+        entry.root(&Handle::new(journal::stored(key.clone(), HEADER, bytes)?, about))
+    }
+
     /// Called by whoever published, before it gives the descriptor on: between the two nothing can
     /// be dropped.
-    fn add(&self, descriptor: Descriptor) {
+    fn add(self: &Arc<Self>, descriptor: Descriptor) {
         let descriptor = Arc::new(descriptor);
         match &mut *self.samples.lock() {
             Some(samples) => samples.push(descriptor),
@@ -233,9 +282,37 @@ impl Kept {
         }
     }
 
-    fn spawn_take_back(&self, samples: Vec<Arc<Descriptor>>) {
-        let inner = &self.rollouts.0;
-        drop(inner.runtime.spawn(take_back(inner.transport.clone(), samples)));
+    fn spawn_take_back(self: &Arc<Self>, samples: Vec<Arc<Descriptor>>) {
+        let runtime = &self.rollouts.0.runtime;
+        drop(runtime.spawn(self.clone().take_back(samples)));
+    }
+
+    /// Removes samples. Counts it as owed before anything can be dropped.
+    fn take_back(
+        self: Arc<Self>,
+        samples: Vec<Arc<Descriptor>>,
+    ) -> impl Future<Output = ()> + Send {
+        self.owed.fetch_add(1, SeqCst);
+        async move {
+            if !samples.is_empty()
+                && let Err(error) = lease::remove(&*self.rollouts.0.transport, &samples).await
+            {
+                let first = samples[0].sample.to_string();
+                tracing::warn!(%error, first, "what a failed put had written could not be removed");
+                return;
+            }
+            self.owed.fetch_sub(1, SeqCst);
+        }
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if *self.owed.get_mut() > 0
+            && let Some(entry) = self.journal.get_mut()
+        {
+            entry.leave();
+        }
     }
 }
 
@@ -245,15 +322,5 @@ impl Drop for Placed {
         if !samples.is_empty() {
             self.0.spawn_take_back(samples);
         }
-    }
-}
-
-async fn take_back(transport: Arc<dyn Transport>, samples: Vec<Arc<Descriptor>>) {
-    if samples.is_empty() {
-        return;
-    }
-    if let Err(error) = lease::remove(&*transport, &samples).await {
-        let first = samples[0].sample.to_string();
-        tracing::warn!(%error, first, "what a failed put had written could not be removed");
     }
 }

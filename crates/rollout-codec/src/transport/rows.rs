@@ -1,20 +1,21 @@
 //! Some rows of some fields.
 
-use indexmap::IndexMap;
 use std::ops::Range;
-use transport_core::{Dtype, Error, ErrorKind, RegionSlice, Result};
 
-use super::{Handle, RolloutTransport, get::Runs};
+use indexmap::IndexMap;
+use transport_core::{Dtype, RegionSlice, Result};
+
+use super::{Handle, RolloutTransport, Verify};
 use crate::{
     Template,
-    native::{Header, Locator},
+    native::{self, Locator, ReadRequest},
 };
 
 /// Rows of one field, in the order asked for.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FieldRows {
-    /// Element type, if the field has one. Fields that the producer narrowed are read whole.
+    /// Element type, if the field has one: the field's own also where the producer narrowed it.
     pub dtype: Option<Dtype>,
     /// Common shape of the rows of a ragged field.
     pub template: Option<Template>,
@@ -34,8 +35,13 @@ impl RolloutTransport {
     /// Reads rows, in any order and number, of some fields; of each row only the entries in `steps`
     /// along its first dimension, if that is given, one range a row.
     ///
-    /// Of a copy only the data samples that hold them are read: first those with the offsets, then
-    /// those with the rows.
+    /// Of a copy only their bytes are read, first those with the offsets and then those of the rows:
+    /// neighbours together, at most so many fragments, and one span where that is better
+    /// ([`RolloutConfig::reads`](super::RolloutConfig::reads)). Where the transport reads no
+    /// [ranges](transport_core::Capabilities::ranges), the data samples that hold them are read.
+    ///
+    /// Checksums are of whole segments: what is read of one alone cannot be compared, unless
+    /// [`Verify::Always`] is set, which reads the fields whole.
     pub async fn get_rows(
         &self,
         handle: &Handle,
@@ -43,88 +49,41 @@ impl RolloutTransport {
         rows: &[u64],
         steps: Option<&[Range<u64>]>,
     ) -> Result<RowSet> {
-        if steps.is_some_and(|steps| steps.len() != rows.len()) {
-            return Err(Error::new(
-                ErrorKind::InvalidInput,
-                "get rows",
-                "not one range of entries a row",
-            )
-            .with("rows", rows.len())
-            .with("ranges", steps.map_or(0, <[_]>::len)));
-        }
-        let mut about = Vec::new(); // of each field: where its offsets are
-        let offsets = |header: &Header| {
-            for field in header.fields().filter(|field| field.wire != field.dtype) {
-                if fields.contains(&field.name) {
-                    return Err(Error::new(
-                        ErrorKind::Unsupported,
-                        "get rows",
-                        "the producer narrowed the field",
-                    )
-                    .with("field", field.name)
-                    .remedy("read it whole with get_fields, which widens it"));
-                }
+        let mut opened = self.0.open(handle).await?;
+        let mut ranges = Vec::new();
+        for name in fields {
+            match self.0.config.verify {
+                Verify::Always => ranges.push(opened.header().field_range(name)?),
+                _ => ranges.extend(opened.header().index_ranges(name)?),
             }
-            let mut ranges = Vec::new();
-            for name in fields {
-                let own = header.index_ranges(name)?;
-                ranges.extend(own.iter().cloned());
-                about.push(own);
-            }
-            Ok(ranges)
-        };
-        let (header, index) = self.0.ranges(handle, offsets).await?;
-        let locators: Vec<Locator> = fields
-            .iter()
-            .map(|name| header.locator(name, |range| cut(&index, &range)))
-            .collect::<Result<_>>()?;
-        let place = |locator: &Locator, (i, &row): (usize, &u64)| match steps {
-            Some(steps) => locator.sub_row(row, &steps[i]),
-            None => locator.row(row),
-        };
-        let places: Vec<Vec<Option<Range<u64>>>> = locators
-            .iter()
-            .map(|locator| rows.iter().enumerate().map(|row| place(locator, row)).collect())
-            .collect::<Result<_>>()?;
-        // What came with the offsets is at hand.
-        let wanted: Vec<_> = places
-            .iter()
-            .flatten()
-            .flatten()
-            .filter(|range| cut(&index, range).is_err())
-            .cloned()
-            .collect();
-        let mut data = index;
-        if !wanted.is_empty() {
-            data.extend(self.0.ranges(handle, |_| Ok(wanted)).await?.1);
         }
+        opened.read(&ranges).await?;
+        let locate = |name: &&str| opened.header().locator(name, |range| opened.cut(&range));
+        let locators: Vec<Locator> = fields.iter().map(locate).collect::<Result<_>>()?;
+        let ranges = |field| ReadRequest { field, rows, steps }.ranges();
+        let places = locators.iter().map(ranges).collect::<Result<Vec<_>>>()?;
+        let wanted: Vec<_> = places.iter().flatten().flatten().cloned().collect();
+        opened.read(&wanted).await?;
         self.0.counters.got();
-        let infos: IndexMap<&str, Option<Dtype>> =
-            header.fields().map(|field| (field.name, field.dtype)).collect();
+        let header = opened.header();
+        let infos: IndexMap<&str, _> =
+            header.fields().map(|field| (field.name, field.dtype.zip(field.wire))).collect();
         let mut set = RowSet::default();
         for (&name, places) in fields.iter().zip(places) {
-            let rows = places
-                .into_iter()
-                .map(|place| place.map(|range| cut(&data, &range)).transpose())
-                .collect::<Result<_>>()?;
-            let (dtype, template) = (infos[name], header.template(name));
+            let types = infos[name];
+            let row = |place: Option<Range<u64>>| {
+                let Some(range) = place else { return Ok(None) };
+                let stored = opened.cut(&range)?;
+                match types {
+                    Some((dtype, wire)) => native::widened(stored, dtype, wire).map(Some),
+                    None => Ok(Some(stored)),
+                }
+            };
+            let rows = places.into_iter().map(row).collect::<Result<_>>();
+            let rows = rows.map_err(|e| e.with("field", name))?;
+            let (dtype, template) = (types.map(|(dtype, _)| dtype), header.template(name));
             set.fields.insert(name.to_owned(), FieldRows { dtype, template, rows });
         }
         Ok(set)
     }
-}
-
-/// The bytes of the data in `range`.
-fn cut(runs: &Runs, range: &Range<u64>) -> Result<RegionSlice> {
-    if range.is_empty() {
-        return Ok(RegionSlice::copy_of(&[]));
-    }
-    let slice = |(start, run): &(u64, RegionSlice)| {
-        let from = usize::try_from(range.start.checked_sub(*start)?).ok()?;
-        run.slice(from..from.checked_add(usize::try_from(range.end - range.start).ok()?)?)
-    };
-    runs.iter().find_map(slice).ok_or_else(|| {
-        Error::new(ErrorKind::NotFound, "get rows", "the bytes were not read")
-            .with("range", format_args!("{range:?}"))
-    })
 }

@@ -18,6 +18,10 @@ pub struct RolloutStats {
     pub fetched_bytes: u64,
     /// Bytes that gets found at hand, in this process or on this host.
     pub shared_bytes: u64,
+    /// Ranges that gets of some rows or fields were joined to.
+    pub ranges: u64,
+    /// Times that such ranges were read in one piece, because they lay close together.
+    pub bulk_reads: u64,
     /// Bytes that were copied once more than they had to be.
     pub copied_bytes: u64,
     /// Rollouts put here that were not cleaned up here.
@@ -34,6 +38,8 @@ pub(super) struct Counters {
     viewed: AtomicU64,
     fetched: AtomicU64,
     shared: AtomicU64,
+    ranges: AtomicU64,
+    bulk_reads: AtomicU64,
     copied: AtomicU64,
     cleaned: AtomicU64,
 }
@@ -63,6 +69,11 @@ impl Counters {
         self.shared.fetch_add(bytes, Relaxed);
     }
 
+    pub(super) fn ranges(&self, ranges: u64, in_bulk: bool) {
+        self.ranges.fetch_add(ranges, Relaxed);
+        self.bulk_reads.fetch_add(in_bulk.into(), Relaxed);
+    }
+
     pub(super) fn copied(&self, bytes: u64) {
         self.copied.fetch_add(bytes, Relaxed);
     }
@@ -80,6 +91,8 @@ impl Counters {
             viewed_bytes: self.viewed.load(Relaxed),
             fetched_bytes: self.fetched.load(Relaxed),
             shared_bytes: self.shared.load(Relaxed),
+            ranges: self.ranges.load(Relaxed),
+            bulk_reads: self.bulk_reads.load(Relaxed),
             copied_bytes: self.copied.load(Relaxed),
             outstanding: puts as i64 - self.cleaned.load(Relaxed) as i64,
             leased,

@@ -77,7 +77,7 @@ fn sample() -> (Vec<u8>, Vec<u8>) {
 }
 
 /// The header with another index, and lengths and checksum that fit it.
-fn seal(header: &[u8], index: &[u8]) -> Vec<u8> {
+pub(crate) fn seal(header: &[u8], index: &[u8]) -> Vec<u8> {
     let mut out = [&header[..64], index].concat();
     let len = out.len() as u64;
     out[16..24].copy_from_slice(&len.to_le_bytes());

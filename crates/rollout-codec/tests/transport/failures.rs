@@ -2,9 +2,10 @@
 
 use std::{num::NonZeroU64, sync::Arc, time::Duration};
 
+use control_proto::sample_ref::SampleRef;
 use rollout_codec::transport::{RolloutConfig, Verify};
 use transport_core::{
-    Dtype, ErrorKind, Transport,
+    Destination, Dtype, ErrorKind, FetchOptions, FetchRequest, Transport,
     layers::{Fault, FaultLayer, Layer, Operation},
 };
 
@@ -93,16 +94,13 @@ async fn data_without_a_root_is_no_rollout_and_lost_data_is_an_error() {
     let over = rollouts(memory.clone(), RolloutConfig::default());
     let handle = over.put_as("half", text(MIB)).await.unwrap();
     // As if a cleanup had died after the data: the next one finishes, and a read fails.
-    let data = {
-        let mut data = (**handle.root()).clone();
-        data.sample.sample_id = transport_core::SampleId::new("half:0").unwrap();
-        let feature = data.features.shift_remove("header").unwrap();
-        let mut feature = feature;
-        feature.seq = None;
-        feature.address = Some(transport_core::RemoteAddr(1));
-        data.features.insert(transport_core::FeatureName::new("data").unwrap(), feature);
-        Arc::new(data)
-    };
+    let request = FetchRequest::new(handle.root().clone(), Destination::View);
+    let fetched = memory.fetch(vec![request], FetchOptions::default()).await.unwrap();
+    let root =
+        fetched[0].tensors["header"].data.as_ref()[handle.header_bytes() as usize..].to_vec();
+    drop(fetched);
+    let data = SampleRef::parse(root.trim_ascii_end()).unwrap().descriptor().unwrap();
+    let data = Arc::new(data);
     assert_eq!(memory.release(vec![data.into()]).await.unwrap().released, 1);
     let error = over.get(&handle).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");

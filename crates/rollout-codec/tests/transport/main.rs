@@ -3,9 +3,11 @@
 
 #[path = "../rollout/any.rs"]
 mod any;
+mod bad_input;
 mod cleanup;
 mod failures;
 mod handles;
 mod parts;
 mod sharing;
 mod support;
+mod sweep;

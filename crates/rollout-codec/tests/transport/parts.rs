@@ -1,9 +1,14 @@
 //! What is put comes back: whole, by field, by row, in one piece or many.
 
-use std::num::NonZeroU64;
+use std::{num::NonZeroU64, sync::Arc};
 
 use proptest::{prelude::*, test_runner::TestRunner};
-use rollout_codec::transport::{RolloutConfig, Verify};
+use rollout_codec::{
+    Column, Scalars,
+    native::{self, ReadLimits},
+    transport::{RolloutConfig, RolloutTransport, Verify},
+};
+use transport_core::{Dtype, MemoryTransport};
 
 use crate::{
     any::{any_rollout, same_rollout},
@@ -95,16 +100,30 @@ async fn memory_samples(over: &rollout_codec::transport::RolloutTransport) -> u6
     over.health().await.unwrap().resident_samples
 }
 
+/// What a transport can do for a reader of some bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Can {
+    Views,
+    Ranges,
+    WholeSamples,
+}
+
+fn over(memory: &Arc<MemoryTransport>, can: Can, config: RolloutConfig) -> RolloutTransport {
+    match can {
+        Can::Views => rollouts(memory.clone(), config),
+        Can::Ranges => rollouts(NoViews::new(memory.clone()), config),
+        Can::WholeSamples => {
+            let chunk = NonZeroU64::new(MIB).unwrap();
+            rollouts(NoViews::whole(memory.clone()), config.chunks(chunk, 2))
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fields_and_rows_are_read_alone() {
     let memory = memory(128 * MIB);
-    for views in [true, false] {
-        let config = RolloutConfig::default();
-        let chunk = NonZeroU64::new(MIB).unwrap();
-        let over = match views {
-            true => rollouts(memory.clone(), config),
-            false => rollouts(NoViews::new(memory.clone()), config.chunks(chunk, 2)),
-        };
+    for can in [Can::Views, Can::Ranges, Can::WholeSamples] {
+        let over = over(&memory, can, RolloutConfig::default());
         let handle = over.put(text(16 * MIB)).await.unwrap();
         let whole = text(16 * MIB);
         let expected = |name: &str, row: usize| match &whole.non_tensor[name] {
@@ -116,10 +135,20 @@ async fn fields_and_rows_are_read_alone() {
         let masks = fields.view().ragged("loss_masks").unwrap();
         assert_eq!(masks.row(3).unwrap().bytes(), expected("loss_masks", 3));
         assert_eq!(fields.view().column("rewards").unwrap().rows(), handle.rows());
-        if !views {
+        let read = over.stats().fetched_bytes;
+        let wanted: u64 = fields
+            .header()
+            .fields()
+            .filter(|f| matches!(f.name, "loss_masks" | "rewards"))
+            .map(|f| f.bytes)
+            .sum();
+        match can {
+            Can::Views => assert_eq!(read, 0),
+            Can::Ranges => assert!(read < wanted + (8 << 10), "{read} bytes for {wanted}"),
+            Can::WholeSamples => assert!(read < handle.data_bytes() / 2, "{read}"),
+        }
+        if can != Can::Views {
             assert!(fields.view().ragged("tokens").is_err(), "was not read");
-            let read = over.stats().fetched_bytes;
-            assert!(read < handle.data_bytes() / 2, "{read} of {}", handle.data_bytes());
         }
         drop((masks, fields));
 
@@ -127,15 +156,20 @@ async fn fields_and_rows_are_read_alone() {
         let names = ["tokens", "rollout_log_probs"];
         let rows = [7, 0, 7, 5];
         let set = over.get_rows(&handle, &names, &rows, None).await.unwrap();
+        let mut wanted = 0;
         for name in names {
             for (i, row) in rows.iter().enumerate() {
                 let found = set.fields[name].rows[i].as_ref().unwrap().as_ref();
                 assert_eq!(found, expected(name, *row as usize), "{name} {row}");
+                wanted += found.len() as u64;
             }
         }
-        if !views {
-            let read = over.stats().fetched_bytes - before;
-            assert!(read < handle.data_bytes() / 2, "{read} of {}", handle.data_bytes());
+        let read = over.stats().fetched_bytes - before;
+        match can {
+            Can::Views => assert_eq!(read, 0),
+            // Offsets, and gaps of a few KiB; one row is asked for twice, and read once.
+            Can::Ranges => assert!(read < wanted + (32 << 10), "{read} bytes for {wanted}"),
+            Can::WholeSamples => assert!(read < handle.data_bytes() / 2, "{read}"),
         }
         let steps = [2..5, 0..0];
         let part = over.get_rows(&handle, &["tokens"], &[4, 1], Some(&steps)).await.unwrap();
@@ -147,6 +181,81 @@ async fn fields_and_rows_are_read_alone() {
         }
         assert!(over.get_rows(&handle, &["tokens"], &[1], Some(&[])).await.is_err());
         drop((set, part));
+        over.cleanup([&handle]).await.unwrap();
+        empty(&*memory).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranges_are_merged_capped_and_read_in_bulk_where_that_is_better() {
+    let memory = memory(128 * MIB);
+    let whole = text(16 * MIB);
+    let rollout_codec::Column::Ragged(tokens) = &whole.non_tensor["tokens"] else { panic!() };
+    let all: Vec<u64> = (0..tokens.rows()).collect();
+    let odd: Vec<u64> = all.iter().copied().skip(1).step_by(2).collect();
+    let limits =
+        |merge_gap, max_fragments, bulk_part| ReadLimits { merge_gap, max_fragments, bulk_part };
+    // Rows, limits, ranges, and whether one read of all of them is better.
+    let odd_count = odd.len() as u64;
+    for (rows, reads, ranges, bulk) in [
+        (&all, limits(0, 4096, 0.5), 1, false),
+        (&odd, limits(0, 4096, 2.0), odd_count, false),
+        (&odd, limits(0, 3, 2.0), 3, false),
+        (&odd, limits(u64::MAX, 4096, 2.0), 1, false),
+        (&odd, limits(0, 4096, 0.1), odd_count, true),
+    ] {
+        for chunk in [None, NonZeroU64::new(MIB)] {
+            let mut config = RolloutConfig::default().reads(reads);
+            config.chunk_bytes = chunk;
+            let over = rollouts(NoViews::new(memory.clone()), config);
+            let handle = over.put(text(16 * MIB)).await.unwrap();
+            let set = over.get_rows(&handle, &["tokens"], rows, None).await.unwrap();
+            for (row, found) in rows.iter().zip(&set.fields["tokens"].rows) {
+                assert_eq!(found.as_ref().unwrap().as_ref(), tokens.row(*row as usize).unwrap());
+            }
+            let stats = over.stats();
+            // One range more for the offsets.
+            assert_eq!((stats.ranges, stats.bulk_reads), (ranges + 1, bulk.into()), "{reads:?}");
+            assert_eq!(stats.copied_bytes, 0);
+            drop(set);
+            over.cleanup([&handle]).await.unwrap();
+            empty(&*memory).await;
+        }
+    }
+}
+
+/// Nulls are nulls, and numbers that the producer narrowed are the field's own, also row by row.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rows_of_narrowed_fields_and_null_numbers() {
+    let memory = memory(64 * MIB);
+    for can in [Can::Views, Can::Ranges, Can::WholeSamples] {
+        let encoding = native::Options::default()
+            .narrow("tokens", Dtype::Uint32)
+            .narrow("sample_indices", Dtype::Int16);
+        let over = over(&memory, can, RolloutConfig::default().encoding(encoding));
+        let mut rollout = text(2 * MIB);
+        let rows = rollout.rows().unwrap() as usize;
+        let mut nulls = vec![false; rows];
+        nulls[1] = true;
+        let numbers = (0..rows as i64).flat_map(|n| (n * !nulls[n as usize] as i64).to_le_bytes());
+        let column = Scalars::with_nulls(Dtype::Int64, numbers.collect::<Vec<u8>>(), nulls.clone());
+        rollout.non_tensor.insert("sample_indices".into(), Column::Scalars(column.unwrap()));
+        let Column::Ragged(tokens) = rollout.non_tensor["tokens"].clone() else { panic!() };
+        let handle = over.put(rollout).await.unwrap();
+        let steps = [3..9, 0..2, 1..1];
+        let fields = ["tokens", "sample_indices"];
+        let set = over.get_rows(&handle, &fields[..1], &[2, 0, 1], Some(&steps)).await.unwrap();
+        let found = &set.fields["tokens"];
+        assert_eq!(found.dtype, Some(Dtype::Int64));
+        assert_eq!(found.rows[0].as_ref().unwrap().as_ref(), &tokens.row(2).unwrap()[24..72]);
+        assert_eq!(found.rows[1].as_ref().unwrap().as_ref(), &tokens.row(0).unwrap()[..16]);
+        assert!(found.rows[2].as_ref().unwrap().is_empty());
+        let set = over.get_rows(&handle, &fields, &[1, 2], None).await.unwrap();
+        assert_eq!(set.fields["tokens"].rows[0].as_ref().unwrap().as_ref(), tokens.row(1).unwrap());
+        let indices = &set.fields["sample_indices"].rows;
+        assert!(indices[0].is_none(), "null, and no 0");
+        assert_eq!(indices[1].as_ref().unwrap().as_ref(), 2i64.to_le_bytes());
+        drop(set);
         over.cleanup([&handle]).await.unwrap();
         empty(&*memory).await;
     }

@@ -1,6 +1,12 @@
 //! Transports and payloads that the tests use.
 
-use std::sync::Arc;
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use rollout_codec::{
     Rollout,
@@ -8,8 +14,9 @@ use rollout_codec::{
     transport::{RolloutConfig, RolloutTransport},
 };
 use transport_core::{
-    Capabilities, Descriptor, FetchOptions, FetchRequest, Fetched, Health, MemoryTransport,
-    Publication, PublishOptions, Release, ReleaseReport, Result, Transport, TransportInfo,
+    Capabilities, Descriptor, Error, ErrorKind, FetchOptions, FetchRequest, Fetched, Health,
+    Location, MemoryTransport, Publication, PublishOptions, Release, ReleaseReport, Result,
+    SampleKey, Transport, TransportInfo,
 };
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -34,9 +41,19 @@ pub(crate) struct NoViews {
 }
 
 impl NoViews {
+    /// Without views, but with ranges.
     pub(crate) fn new(inner: Arc<dyn Transport>) -> Arc<Self> {
+        Self::with(inner, true)
+    }
+
+    /// Whole samples only.
+    pub(crate) fn whole(inner: Arc<dyn Transport>) -> Arc<Self> {
+        Self::with(inner, false)
+    }
+
+    fn with(inner: Arc<dyn Transport>, ranges: bool) -> Arc<Self> {
         let mut can: Capabilities = inner.info().capabilities.clone();
-        can.views = false;
+        (can.views, can.ranges) = (false, ranges);
         let info = TransportInfo::new("no views", "test", can);
         Arc::new(Self { inner, info })
     }
@@ -61,6 +78,9 @@ impl Transport for NoViews {
         requests: Vec<FetchRequest>,
         options: FetchOptions,
     ) -> Result<Vec<Fetched>> {
+        for request in &requests {
+            request.ranged(self.info.capabilities.ranges)?;
+        }
         self.inner.fetch(requests, options).await
     }
 
@@ -70,6 +90,98 @@ impl Transport for NoViews {
 
     async fn let_go(&self, samples: Vec<Arc<Descriptor>>) -> Result<()> {
         self.inner.let_go(samples).await
+    }
+
+    async fn health(&self) -> Result<Health> {
+        self.inner.health().await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.inner.close().await
+    }
+}
+
+/// A store: objects lie under their keys, whoever put them, and are described by nothing else. It
+/// can be told to stop answering at the first root, as if the process had died there.
+#[derive(Debug)]
+pub(crate) struct Keyed {
+    inner: Arc<dyn Transport>,
+    info: TransportInfo,
+    objects: Mutex<HashMap<SampleKey, Arc<Descriptor>>>,
+    pub(crate) dies_at_root: AtomicBool,
+    pub(crate) fetches: Mutex<Vec<u64>>,
+}
+
+impl Keyed {
+    pub(crate) fn new(inner: Arc<dyn Transport>) -> Arc<Self> {
+        let mut can: Capabilities = inner.info().capabilities.clone();
+        (can.views, can.ranges) = (false, false);
+        let info = TransportInfo::new("keyed", "test", can);
+        let (objects, dies_at_root) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(Self { inner, info, objects, dies_at_root, fetches: Mutex::default() })
+    }
+
+    fn found(&self, sample: &SampleKey) -> Option<Arc<Descriptor>> {
+        self.objects.lock().unwrap().get(sample).cloned()
+    }
+}
+
+#[async_trait::async_trait]
+impl Transport for Keyed {
+    fn info(&self) -> &TransportInfo {
+        &self.info
+    }
+
+    async fn publish(
+        &self,
+        batch: Vec<Publication>,
+        options: PublishOptions,
+    ) -> Result<Vec<Descriptor>> {
+        let is_root = batch.iter().any(|p| p.tensors.contains_key("header"));
+        if is_root && self.dies_at_root.load(Ordering::SeqCst) {
+            std::future::pending::<()>().await;
+        }
+        let real = self.inner.publish(batch, options).await?;
+        let mut described = Vec::new();
+        for descriptor in real {
+            let mut stored = descriptor.clone();
+            stored.location = Location::Store;
+            stored.features.values_mut().for_each(|f| (f.address, f.seq) = (None, None));
+            self.objects.lock().unwrap().insert(descriptor.sample.clone(), Arc::new(descriptor));
+            described.push(stored);
+        }
+        Ok(described)
+    }
+
+    async fn fetch(
+        &self,
+        mut requests: Vec<FetchRequest>,
+        options: FetchOptions,
+    ) -> Result<Vec<Fetched>> {
+        for request in &mut requests {
+            let sample = &request.descriptor.sample;
+            self.fetches.lock().unwrap().push(request.descriptor.nbytes());
+            request.descriptor = self.found(sample).ok_or_else(|| {
+                Error::new(ErrorKind::NotFound, "fetch", "no such object").with("key", sample)
+            })?;
+        }
+        self.inner.fetch(requests, options).await
+    }
+
+    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+        let mut report = ReleaseReport::default();
+        for Release { descriptor, .. } in releases {
+            assert_eq!(descriptor.location, Location::Store);
+            let known = self.objects.lock().unwrap().remove(&descriptor.sample);
+            match known {
+                None => report.already_gone += 1,
+                Some(real) => {
+                    self.inner.release(vec![real.into()]).await?;
+                    report.released += 1;
+                }
+            }
+        }
+        Ok(report)
     }
 
     async fn health(&self) -> Result<Health> {
