@@ -2,7 +2,7 @@
 //!
 //! Three of them, because no single one shows everything: the pinned wheel, the next generation of
 //! the wheel, whose packages are laid out differently, and a redistribution that carries the store's
-//! C library. What cannot be had here is reported with the reason, never passed over.
+//! C library. A fourth, with torch, is used where a variable names it. What cannot be had here is reported with the reason, never passed over.
 
 use std::{
     env, fs,
@@ -36,7 +36,7 @@ const LIMIT: Duration = Duration::from_secs(3 * 60);
 /// Where the tests find them, or why they do not.
 #[derive(Debug)]
 pub(crate) struct Mooncake {
-    pub(crate) parts: [Part; 3],
+    pub(crate) parts: [Part; 4],
 }
 
 /// One of the builds.
@@ -75,6 +75,10 @@ impl Mooncake {
                 // It imports only where a CUDA driver or a stand-in is loaded first.
                 part(NEXT_VENV, &|| venv(workspace, "mooncake-next-venv", &NEXT, "import numpy")),
                 part(STORE_DIR, &|| store_library(workspace)),
+                // Too large to be installed by the way.
+                part(TORCH_VENV, &|| {
+                    Err(format!("{TORCH_VENV} names no venv with {}, msgpack and torch", PINNED[0]))
+                }),
             ],
         }
     }
@@ -97,6 +101,7 @@ impl Mooncake {
 const VENV: &str = "FEATURESTORE_MOONCAKE_VENV";
 const NEXT_VENV: &str = "FEATURESTORE_MOONCAKE_NEXT_VENV";
 const STORE_DIR: &str = "FEATURESTORE_STORE_LIBRARY_DIR";
+const TORCH_VENV: &str = "FEATURESTORE_TORCH_VENV";
 
 /// `cargo xtask mooncake-venv`: installs all and says how to run what needs them.
 pub(crate) fn run(workspace: &Workspace) -> Result<()> {
@@ -105,6 +110,7 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     for part in &mooncake.parts {
         match &part.found {
             Ok(path) => println!("export {}={}", part.variable, path.display()),
+            Err(why) if part.variable == TORCH_VENV => println!("not made here: {why}"),
             Err(why) => missing.push(format!("{}: {why}", part.variable)),
         }
     }
@@ -262,8 +268,8 @@ fn step(workspace: &Workspace, mut command: Command, what: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn mooncake(found: [Result<&str, &str>; 3]) -> Mooncake {
-        let mut variables = [VENV, NEXT_VENV, STORE_DIR].into_iter();
+    fn mooncake(found: [Result<&str, &str>; 4]) -> Mooncake {
+        let mut variables = [VENV, NEXT_VENV, STORE_DIR, TORCH_VENV].into_iter();
         Mooncake {
             parts: found.map(|found| Part {
                 variable: variables.next().unwrap(),
@@ -274,13 +280,13 @@ mod tests {
 
     #[test]
     fn a_test_runs_where_all_that_it_names_is_here() {
-        let some = mooncake([Ok("/venv"), Err("no such wheel"), Ok("/store")]);
+        let some = mooncake([Ok("/venv"), Err("no such wheel"), Ok("/store"), Err("no")]);
         assert_eq!(some.obstacle("needs a Mooncake venv: how"), None);
         let next = format!("needs a Mooncake venv and {NEXT_VENV}, a venv");
         assert_eq!(some.obstacle(&next), Some("no such wheel"));
         assert_eq!(some.obstacle(&format!("needs a Mooncake venv and {STORE_DIR}")), None);
         assert_eq!(some.variables().count(), 2);
-        let none = mooncake([Err("no python3"), Ok("/next"), Ok("/store")]);
+        let none = mooncake([Err("no python3"), Ok("/next"), Ok("/store"), Ok("/torch")]);
         assert_eq!(none.obstacle(&next), Some("no python3"));
     }
 

@@ -162,6 +162,15 @@ fn steps(workspace: &Workspace) -> (Vec<Step>, Vec<Skipped>) {
         Step::plain("pipeline --paper", Some("featurestore"), &["pipeline", "--paper", "--json"]),
     ];
     let mut skipped = Vec::new();
+    // Its input, its arena, and the flat copy that its reader makes.
+    if available_gib() >= 15.0 {
+        let payload = ["rollout", "bench", "--payload", "text:4GiB", "--memory", "4400MiB"];
+        let once = ["--reps", "1", "--warmup", "0", "--check", "--json"];
+        let arguments = [&payload[..], &once].concat();
+        steps.push(Step::plain("a rollout of 4 GiB", Some("featurestore"), &arguments));
+    } else {
+        skipped.push(Skipped::new("a rollout of 4 GiB", "needs 15 GiB of free memory"));
+    }
     let targets = fuzz_targets(workspace);
     if targets.is_empty() {
         skipped.push(Skipped::new("fuzz targets", "there are none"));
@@ -188,6 +197,14 @@ fn steps(workspace: &Workspace) -> (Vec<Step>, Vec<Skipped>) {
         }
     }
     (steps, skipped)
+}
+
+/// Memory that programs can still have; 0 where the kernel does not say.
+fn available_gib() -> f64 {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<f64>().ok());
+    kib.unwrap_or(0.0) / f64::from(1 << 20)
 }
 
 fn fuzz_targets(workspace: &Workspace) -> Vec<String> {

@@ -27,6 +27,8 @@ pub(super) enum RolloutCommand {
     Get(exchange::GetArgs),
     /// Removes rollouts by their handles: none, one or many.
     Cleanup(exchange::CleanupArgs),
+    /// Removes what producers have left in a store that were killed in the middle of a put.
+    Sweep(exchange::SweepArgs),
     /// Prints fields, element types, rows and bytes of a handle or a dump, and compares checksums.
     Inspect(exchange::InspectArgs),
     /// Measures puts here and gets in another process.
@@ -45,6 +47,7 @@ pub(super) fn run(command: RolloutCommand) -> Result<ExitCode> {
         RolloutCommand::Put(args) => exchange::put(&args),
         RolloutCommand::Get(args) => exchange::get(&args),
         RolloutCommand::Cleanup(args) => exchange::cleanup(&args),
+        RolloutCommand::Sweep(args) => exchange::sweep(&args),
         RolloutCommand::Inspect(args) => exchange::inspect(&args),
         RolloutCommand::Bench(args) => bench::run(&args),
         RolloutCommand::Decode(args) => files::decode(&args),
@@ -136,15 +139,16 @@ struct InputArgs {
     /// Deterministic payload: text, text+teacher or text+r3, and its size [default: text:128MiB].
     #[arg(long, value_name = "PROFILE:SIZE")]
     payload: Option<PayloadSpec>,
-    /// Folder of safetensors files: a row each, and a field for each name of a tensor.
-    #[arg(long, value_name = "DIR")]
+    /// Folder of safetensors files: a row each, and a field for each name of a tensor. Or a file of
+    /// Arrow IPC (.arrow, .feather) or Parquet (.parquet), or a folder of such files.
+    #[arg(long, value_name = "PATH")]
     input: Option<PathBuf>,
 }
 
 impl InputArgs {
     fn input(&self) -> Input {
         match (&self.input, self.payload) {
-            (Some(folder), _) => Input::Folder(folder.clone()),
+            (Some(path), _) => Input::Files(path.clone()),
             (None, payload) => Input::Payload(
                 payload.unwrap_or_else(|| "text".parse().expect("a profile of payloads")),
             ),

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, sync::Arc};
 
 use capture_arena::{Arena, ArenaConfig, Backing, RegionPool};
-use rollout_codec::transport::{HostShare, RolloutConfig, RolloutTransport};
+use rollout_codec::transport::{HostShare, Journal, RolloutConfig, RolloutTransport};
 use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, Transport};
 use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine, SinkConfig};
 
@@ -25,6 +25,8 @@ pub struct Options {
     pub memory: Option<ByteSize>,
     /// Folder through which readers of this host find each other; see [`HostShare`].
     pub share: Option<PathBuf>,
+    /// Folder in which puts to a store note what they are about to write; see [`Journal`].
+    pub journal: Option<PathBuf>,
 }
 
 /// A transport of rollouts, and what this process keeps for it.
@@ -40,10 +42,19 @@ impl Endpoint {
     /// Opens a producer over `shm` or `tcp` if there is to be memory, a reader if there is not, or
     /// joins a store. `auto` means `shm`.
     pub async fn open(options: Options) -> Result<Self> {
-        let Options { config, mut rollouts, memory, share } = options;
+        let Options { config, mut rollouts, memory, share, journal } = options;
         rollouts = rollouts.deadline(config.deadline);
         if let Some(folder) = share {
             rollouts = rollouts.host_share(HostShare::new(folder)?);
+        }
+        if let Some(folder) = journal {
+            if config.transport != TransportChoice::Store {
+                let why = "only what lies in a store outlives its producer and needs a journal";
+                return Err(Error::new(ErrorKind::ConfigInvalid, "open rollouts", why)
+                    .with("transport", config.transport)
+                    .remedy("leave the journal out, or choose the transport store"));
+            }
+            rollouts = rollouts.journal(Journal::new(folder)?);
         }
         match config.transport {
             TransportChoice::Store => Self::store(config, rollouts, memory).await,

@@ -1,4 +1,4 @@
-//! What is put: a deterministic payload, or a folder of safetensors files.
+//! What is put: a deterministic payload, or files: safetensors, Arrow and Parquet.
 
 use std::{fmt, fs::File, io::Read, path::Path, str::FromStr, sync::Arc};
 
@@ -56,7 +56,11 @@ pub enum Input {
     Payload(PayloadSpec),
     /// A folder of `*.safetensors` files: a row each, in the order of their names, and a ragged
     /// field for each name of a tensor; files that lack one have a null row there.
-    Folder(std::path::PathBuf),
+    ///
+    /// Or, with the feature `arrow`, a file of Arrow IPC or Parquet, or a folder of such files: a row
+    /// for each of theirs, file by file in the order of their names, and a field for each of theirs,
+    /// as [`Column`] takes them.
+    Files(std::path::PathBuf),
 }
 
 impl Input {
@@ -64,26 +68,57 @@ impl Input {
     pub fn rollout(&self) -> Result<Rollout<'static>> {
         match self {
             Self::Payload(spec) => Ok(Payload::new(spec.profile, spec.bytes.get()).into_rollout()),
-            Self::Folder(folder) => read_folder(folder),
+            Self::Files(path) => read_files(path),
         }
     }
 }
 
-fn read_folder(folder: &Path) -> Result<Rollout<'static>> {
-    let failed = |e| Error::io(OPERATION, e).with("folder", folder.display());
+fn read_files(path: &Path) -> Result<Rollout<'static>> {
+    if is_table(path) {
+        return read_tables(&[path.to_owned()]);
+    }
+    let failed = |e| Error::io(OPERATION, e).with("folder", path.display());
     let mut files = Vec::new();
-    for entry in folder.read_dir().map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        if path.extension().is_some_and(|e| e == "safetensors") {
-            files.push(path);
+    let mut tables = Vec::new();
+    for entry in path.read_dir().map_err(failed)? {
+        let file = entry.map_err(failed)?.path();
+        if is_table(&file) {
+            tables.push(file);
+        } else if file.extension().is_some_and(|e| e == "safetensors") {
+            files.push(file);
         }
     }
     files.sort();
-    if files.is_empty() {
-        return Err(Error::new(ErrorKind::NotFound, OPERATION, "no samples in the folder")
-            .with("folder", folder.display())
-            .remedy("put *.safetensors files there, one row each"));
+    tables.sort();
+    match (files.is_empty(), tables.is_empty()) {
+        (false, true) => read_safetensors(&files),
+        (true, false) => read_tables(&tables),
+        (true, true) => Err(Error::new(ErrorKind::NotFound, OPERATION, "no samples in the folder")
+            .with("folder", path.display())
+            .remedy("put *.safetensors files there, one row each, or Arrow or Parquet files")),
+        (false, false) => {
+            let why = "files of two kinds: which rows belong together is not known";
+            Err(Error::new(ErrorKind::InvalidInput, OPERATION, why).with("folder", path.display()))
+        }
     }
+}
+
+#[cfg(feature = "arrow")]
+use super::tables::{is_table, read as read_tables};
+
+#[cfg(not(feature = "arrow"))]
+fn is_table(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "arrow" || e == "feather" || e == "parquet")
+}
+
+#[cfg(not(feature = "arrow"))]
+fn read_tables(files: &[std::path::PathBuf]) -> Result<Rollout<'static>> {
+    Err(Error::new(ErrorKind::Unsupported, OPERATION, "built without Arrow")
+        .with("file", files[0].display())
+        .remedy("build with --features arrow"))
+}
+
+fn read_safetensors(files: &[std::path::PathBuf]) -> Result<Rollout<'static>> {
     let rows: Vec<Row> = files.iter().map(|file| read_file(file)).collect::<Result<_>>()?;
     let mut names: Vec<&String> = rows.iter().flat_map(IndexMap::keys).collect();
     names.sort();

@@ -11,6 +11,8 @@ mod input;
 #[cfg(feature = "store")]
 mod objects;
 mod report;
+#[cfg(feature = "arrow")]
+mod tables;
 
 pub use endpoint::{Endpoint, Options};
 pub use input::{Input, PayloadSpec};

@@ -213,7 +213,8 @@ fn real_files_are_put_and_checked() {
 
 #[test]
 fn the_bench_compares_what_it_moves() {
-    let bench = ["rollout", "bench", "--payload", "text:4MiB", "--reps", "2", "--warmup", "1"];
+    let bench =
+        ["rollout", "bench", "--payload", "text:4MiB", "--reps", "2", "--warmup", "1", "--check"];
     for transport in ["shm", "tcp"] {
         let flags = ["--transport", transport, "--pool", "64MiB", "--json"];
         let ended = run(&[&bench[..], &flags[..]].concat());
@@ -223,8 +224,133 @@ fn the_bench_compares_what_it_moves() {
         let steps: Vec<&str> = lines.iter().filter_map(|line| line["step"].as_str()).collect();
         assert_eq!(steps, ["put", "get", "put+get", "consume", "counters"]);
         assert!(lines[0]["median_ms"].as_f64().unwrap() > 0.0);
-        assert_eq!(lines[4]["extra_copied_bytes"], 0);
+        let counters = &lines[4];
+        assert_eq!(counters["extra_copied_bytes"], 0);
+        assert_eq!(
+            (&counters["copies_a_put"], &counters["copies_a_get"]),
+            (&1.0.into(), &0.0.into())
+        );
+        let moved = if transport == "shm" { 0.0 } else { 1.0 };
+        assert_eq!(counters["moved_a_get"], moved);
+        assert_eq!(counters["within_peak_limit"], true, "{counters}");
     }
+}
+
+/// Four processes that share nothing but a folder read a rollout once, while any of them has it.
+#[test]
+fn readers_of_a_host_read_once_whoever_dies() {
+    let folder = tempfile::tempdir().unwrap();
+    let (handle, share) = (folder.path().join("handle.json"), folder.path().join("share"));
+    let put = producer(&[
+        "--transport",
+        "tcp",
+        "--payload",
+        "text:32MiB",
+        "--memory",
+        "64MiB",
+        "--handle-out",
+        text(&handle),
+    ]);
+    let get =
+        ["rollout", "get", "--handle", text(&handle), "--transport", "tcp", "--pool", "64MiB"];
+    let get = [&get[..], &["--share", text(&share)]].concat();
+    let hold = || {
+        let mut command = featurestore(&[&get[..], &["--hold"]].concat());
+        command.stdin(Stdio::piped());
+        Server::spawn(command)
+    };
+    let bytes = &put.ready["data_bytes"];
+    let read = |got: &Value| (got["fetched_bytes"].clone(), got["shared_bytes"].clone());
+    let first = hold();
+    assert_eq!(read(&first.ready), (bytes.clone(), 0.into()));
+    let second = hold();
+    assert_eq!(read(&second.ready), (0.into(), bytes.clone()), "found with the first");
+    assert_eq!(second.ready["fields"], first.ready["fields"]);
+    drop(first); // killed
+    assert_eq!(read(&json(&get)), (0.into(), bytes.clone()), "found with the second");
+    drop(second);
+    assert_eq!(read(&json(&get)), (bytes.clone(), 0.into()), "nobody has it any more");
+}
+
+#[cfg(feature = "arrow")]
+#[test]
+fn arrow_and_parquet_files_are_put_and_checked() {
+    use std::sync::Arc;
+
+    use arrow_array::{
+        ArrayRef, Int64Array, ListArray, RecordBatch, StringArray, types::Int64Type,
+    };
+
+    let batch = |from: i64| {
+        let rows = (from..from + 3).map(|n| (n != 4).then(|| (0..n).map(Some).collect::<Vec<_>>()));
+        let lists: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Int64Type, _, _>(rows));
+        let numbers: ArrayRef =
+            Arc::new(Int64Array::from_iter((from..from + 3).map(|n| (n != 5).then_some(n))));
+        let text: ArrayRef = Arc::new(StringArray::from_iter_values(["a", "", "né"]));
+        RecordBatch::try_from_iter([("tokens", lists), ("index", numbers), ("text", text)]).unwrap()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let schema = batch(0).schema();
+    for name in ["a.arrow", "b.parquet", "c.arrows"] {
+        let file = fs::File::create(path(name)).unwrap();
+        match name {
+            "a.arrow" => {
+                let mut out = arrow_ipc::writer::FileWriter::try_new(file, &schema).unwrap();
+                out.write(&batch(0)).unwrap();
+                out.write(&batch(3)).unwrap();
+                out.finish().unwrap();
+            }
+            "b.parquet" => {
+                let mut out =
+                    parquet::arrow::ArrowWriter::try_new(file, schema.clone(), None).unwrap();
+                out.write(&batch(0)).unwrap();
+                out.write(&batch(3)).unwrap();
+                out.close().unwrap();
+            }
+            _ => {
+                let mut out = arrow_ipc::writer::StreamWriter::try_new(file, &schema).unwrap();
+                out.write(&batch(0)).unwrap();
+                out.write(&batch(3)).unwrap();
+                out.finish().unwrap();
+            }
+        }
+    }
+    let handle = path("handle.json");
+    let check = |input: &Path, files: u64| {
+        let put =
+            producer(&["--input", text(input), "--memory", "16MiB", "--handle-out", text(&handle)]);
+        assert_eq!(put.ready["rows"], 6 * files, "{}", put.ready);
+        let about = json(&["rollout", "inspect", "--json", "--handle", text(&handle)]);
+        let kinds: Vec<_> =
+            about["fields"].as_array().unwrap().iter().map(|f| &f["kind"]).collect();
+        assert_eq!(kinds, ["ragged", "scalars", "utf8"], "{about}");
+        let fields = ["--fields", "tokens,index", "--rows", "5,4,0"];
+        let rows = json(&[&["rollout", "get", "--handle", text(&handle)], &fields[..]].concat());
+        assert_eq!(rows["fields"]["tokens"]["row_bytes"], serde_json::json!([40, null, 0]));
+        assert_eq!(rows["fields"]["index"]["row_bytes"], serde_json::json!([null, 8, 8]));
+    };
+    for name in ["a.arrow", "b.parquet", "c.arrows"] {
+        check(&path(name), 1);
+    }
+    check(folder.path(), 3);
+    // Damage is named.
+    let bytes = fs::read(path("b.parquet")).unwrap();
+    fs::write(path("b.parquet"), &bytes[..bytes.len() - 9]).unwrap();
+    let bad = run(&["rollout", "put", "--input", text(&path("b.parquet"))]);
+    assert_eq!(bad.status.code(), Some(1));
+    assert!(bad.stderr.contains("b.parquet"), "{}", bad.stderr);
+}
+
+#[cfg(not(feature = "arrow"))]
+#[test]
+fn tables_need_a_feature_and_say_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("x.parquet");
+    fs::write(&file, "PAR1").unwrap();
+    let ended = run(&["rollout", "put", "--input", text(&file)]);
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.contains("--features arrow"), "{}", ended.stderr);
 }
 
 #[test]
@@ -235,12 +361,18 @@ fn mistakes_are_named() {
         (&["rollout", "get"], "--handle"),
         (&["rollout", "inspect"], "--handle"),
         (&["rollout", "get", "--handle", "x", "--rows", "1"], "--fields"),
+        (&["rollout", "get", "--handle", "x", "--hold", "--cleanup"], "--cleanup"),
+        (&["rollout", "sweep"], "--journal"),
     ] {
         let ended = run(arguments);
         assert_eq!(ended.status.code(), Some(2), "{arguments:?}");
         assert!(ended.stderr.contains(says), "{arguments:?}: {}", ended.stderr);
     }
     let folder = tempfile::tempdir().unwrap();
+    let put = ["rollout", "put", "--payload", "text:1MiB", "--journal", text(folder.path())];
+    let ended = run(&put);
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.contains("outlives its producer"), "{}", ended.stderr);
     let file = folder.path().join("handle.json");
     fs::write(&file, "{}").unwrap();
     let ended = run(&["rollout", "get", "--handle", text(&file)]);

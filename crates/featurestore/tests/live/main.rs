@@ -119,19 +119,29 @@ fn keys(master: &ManagedMaster) -> f64 {
 
 /// Everything that both sides can hand to each other, with one generation of the Python code.
 fn exchange(venv: &Path, preload: &[PathBuf]) {
+    let dicts = [
+        ("slime", None),
+        ("slime", Some(100)),
+        ("large", Some(100_000)),
+        ("one row", None),
+        ("nested", None),
+        ("layouts", None),
+        ("layouts", Some(16)),
+    ];
+    exchange_all(venv, preload, &dicts);
+}
+
+/// Each dict by name, perhaps cut after so many bytes: what Python puts and Rust gets, and the
+/// other way round; then each side removes what the other one wrote.
+fn exchange_all(venv: &Path, preload: &[PathBuf], dicts: &[(&str, Option<u64>)]) {
     let master = support::master();
     let address = master.address().to_string();
     let mut peer = Peer::start(&master, venv, preload);
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
     let live = ["--live", "--mooncake", &address, "--pool", "64MiB"];
-    for (name, chunk, layout) in [
-        ("slime", None, "flat"),
-        ("slime", Some(100), "flat"),
-        ("large", Some(100_000), "flat"),
-        ("one row", None, "flat"),
-        ("nested", None, "flat"),
-    ] {
+    let layout = "flat";
+    for &(name, chunk) in dicts {
         // Python puts, Rust gets.
         let mut ask = json!({"op": "put", "name": name});
         if let Some(chunk) = chunk {
@@ -241,6 +251,14 @@ fn the_newer_python_code_exchanges_as_well() {
     exchange(&venv, &preload);
 }
 
+#[test]
+#[ignore = "needs a Mooncake venv and FEATURESTORE_TORCH_VENV, a venv with the same wheel, msgpack and \
+            torch"]
+fn torch_rows_and_tensors_are_exchanged() {
+    let venv = std::env::var_os("FEATURESTORE_TORCH_VENV").expect("names the venv");
+    exchange_all(&PathBuf::from(venv), &[], &[("tensors", None), ("tensors", Some(16))]);
+}
+
 /// A producer of this crate that keeps its bytes, until its standard input ends.
 struct Producer {
     child: Child,
@@ -332,11 +350,12 @@ fn a_rollout_takes_two_keys_and_leaves_none() {
 
 #[test]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
-fn a_producer_that_dies_before_its_root_leaves_nothing_that_can_be_read() {
+fn what_a_killed_producer_left_cannot_be_read_and_is_swept() {
     let master = support::master();
     let address = master.address().to_string();
     let folder = tempfile::tempdir().unwrap();
     let handle = folder.path().join("handle.json");
+    let journal = folder.path().join("journal");
     // The memory is another's, so that the objects outlive their producer.
     let peer = Peer::start(&master, &support::environment(), &[]);
     let store = ["--transport", "store", "--mooncake", &address, "--pool", "192MiB"];
@@ -349,6 +368,8 @@ fn a_producer_that_dies_before_its_root_leaves_nothing_that_can_be_read() {
         "1MiB",
         "--in-flight",
         "1",
+        "--journal",
+        text(&journal),
         "--handle-out",
         text(&handle),
     ];
@@ -362,5 +383,20 @@ fn a_producer_that_dies_before_its_root_leaves_nothing_that_can_be_read() {
     child.wait().unwrap();
     assert!(!handle.exists(), "there is no handle without everything behind it");
     assert!(keys(&master) >= 3.0, "what it wrote is there, and pinned");
+    let sweep = [&["rollout", "sweep", "--journal", text(&journal)], &store[..]].concat();
+    let mut removed = 0;
+    loop {
+        let report = json_of(&run(&sweep));
+        removed += report["removed"].as_u64().unwrap();
+        if report["left"] == 0 {
+            assert_eq!(report["swept"], 1);
+            break;
+        }
+        // The object that was half written goes when the master gives up on its writer.
+        assert!(Instant::now() < end, "{report}");
+    }
+    assert!(removed >= 3, "{removed}");
+    assert_eq!(keys(&master), 0.0);
+    assert_eq!(json_of(&run(&sweep))["swept"], 0, "again");
     drop(peer);
 }

@@ -70,6 +70,66 @@ def nested():
     return {"multimodal": rows, "names": ["a", "b", "c"]}, None
 
 
+def layouts():
+    """Every codec and encoder of rows that needs no torch, with nulls where they may be."""
+    n = 5
+    grid = [np.arange(6, dtype=np.int16).reshape(2, 3) * i for i in range(n)]
+    data = {
+        "dense": np.arange(n * 4, dtype=np.float32).reshape(n, 4) / 3,
+        "flags": np.array([[i % 2 == 0, i > 2] for i in range(n)]),
+        "equal": grid,
+        "vary": [grid[0], grid[1][:1], None, grid[3][:0], grid[4]],
+        "lists": [[1, 2, 3], [], None, [4], [5, 6]],
+        "nested_lists": [[[1.5, 2.5]], [[3.5, 4.5], [5.5, -0.0]], [[0.0, 1.0]], [[1.0, 2.0]], [[7.0, 8.0]]],
+        "mixed": [np.arange(3, dtype=np.int64), [7, 8], np.arange(1, dtype=np.int64), [], [9]],
+        "halves": [np.arange(i, dtype=np.float16) / 7 for i in range(n)],
+        "bytes_of": [np.arange(i * 3, dtype=np.uint8) for i in range(n)],
+        "truths": [np.arange(i) % 2 == 0 for i in range(n)],
+        "empty": [np.zeros(0, dtype=np.int32) for _ in range(n)],
+        "scalars": [True, False, True, True, False],
+        "holes": [1, None, 3, None, 5],
+        "json": [{"a": [1, None, "\u8bc1"]}, 1, "x", [], {"b": 2.5}],
+        "packed": [{"a": b"\x00\xff"}, None, [1, 2.5], "t", 7],
+        "blobs": [b"", b"\x00\x01", None, b"xyz", b"\n"],
+        "media": [b"one", b"", b"three", b"\xff\xd8", b"5"],
+        "media_lists": [[b"a", b"bc"], [], None, [b""], [b"d", b"e", b"f"]],
+        "text": ["", "a.b/c", "\u8bc1\u660e", "\U0001f600", "x\ny"],
+        "about": {"k": [1, 2, {"x": None}]},
+    }
+    schema = {name: field("typed_ragged", nullable=True) for name in
+              ("equal", "vary", "lists", "nested_lists", "mixed", "halves", "bytes_of", "truths", "empty")}
+    schema["scalars"] = field("ndarray", "bool")
+    schema["holes"] = field("ndarray", "int64", nullable=True)
+    schema["json"] = field("json_ragged")
+    schema["packed"] = field("msgpack_ragged", nullable=True)
+    schema["blobs"] = field("bytes_ragged", nullable=True)
+    schema["media"] = field("media_bytes")
+    schema["media_lists"] = field("media_list_ragged", nullable=True)
+    schema["text"] = field("utf8_ragged")
+    schema["about"] = field("auto", section="meta_info")
+    return data, schema
+
+
+def tensors():
+    """What needs torch: ragged tensors, dicts of tensors, and one tensor over all rows."""
+    import torch
+    rows = [torch.arange(k * 6, dtype=torch.int32).reshape(k, 3, 2) + k for k in (2, 1, 0, 3)]
+    data = {
+        "logp": [torch.tensor([-0.5, -math.inf]), torch.empty(0), torch.tensor([math.nan]), torch.tensor([-0.0])],
+        "experts": rows,
+        "half": [torch.arange(k, dtype=torch.float16) for k in (1, 0, 3, 2)],
+        "dicts": [{"pixels": rows[0].float(), "grid": torch.tensor([1, 2])}, None,
+                  {"pixels": rows[1].float(), "grid": torch.tensor([3])}, {"pixels": rows[3].float(), "grid": torch.tensor([4])}],
+        "sums": torch.tensor([1.5, 2.5, -1.0, 0.0]),
+        "wide": torch.arange(24, dtype=torch.int64).reshape(4, 3, 2),
+    }
+    schema = {name: field("ragged_tensor") for name in ("logp", "experts", "half")}
+    schema["dicts"] = field("ragged_tensor_dict", nullable=True)
+    schema["sums"] = field("tensor", "float32", section="batch")
+    schema["wide"] = field("tensor", "int64", section="batch")
+    return data, schema
+
+
 def one_row():
     data, schema = slime(1, 1)
     return data, schema
@@ -80,11 +140,19 @@ DICTS = {
     "large": lambda: slime(40, 2000),
     "one row": one_row,
     "nested": nested,
+    "layouts": layouts,
+    "tensors": tensors,
 }
+
+
+def is_tensor(value):
+    return type(value).__module__ == "torch"
 
 
 def same(a, b):
     """Whether two values are of the same type and have the same bits."""
+    if is_tensor(a) and is_tensor(b):
+        return same(a.numpy(), b.numpy()) if a.dtype == b.dtype else f"{a.dtype} is not {b.dtype}"
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"{a.dtype}{a.shape} is not {b.dtype}{b.shape}"
@@ -111,7 +179,7 @@ def plain(value):
         return {"$bytes": value.hex()}
     if isinstance(value, np.generic):
         return plain(value.item())
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) or is_tensor(value):
         return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": repr(value)}
@@ -123,6 +191,8 @@ def plain(value):
 
 
 def kind(value):
+    if is_tensor(value):
+        return f"{value.dtype}{list(value.shape)}"
     return f"ndarray {value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
@@ -137,7 +207,7 @@ def put(ask):
         options["field_schemas"] = schema
     ref = transfer(ask).put(data, type="dict", namespace="live", partition="dp0", stage="rollout", **options)
     rows = {name: [kind(row) for row in rows] for name, rows in data.items()
-            if isinstance(rows, list) and rows and any(isinstance(row, np.ndarray) for row in rows)}
+            if isinstance(rows, list) and any(isinstance(row, np.ndarray) or is_tensor(row) for row in rows)}
     return {"ref": so.export_ref(ref), "values": plain(data), "arrays": rows}
 
 

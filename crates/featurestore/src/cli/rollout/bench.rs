@@ -25,6 +25,8 @@ use super::{
 };
 use crate::cli::{runtime, say};
 
+/// Memory that each side may take beside the payload.
+const MEMORY_BESIDE: u64 = 64 << 20;
 /// Longest time that the reader may take for one step.
 const STEP: Duration = Duration::from_secs(300);
 
@@ -49,6 +51,10 @@ pub(crate) struct BenchArgs {
     /// One JSON line for each measurement rather than a table.
     #[arg(long)]
     json: bool,
+    /// Fails where the data was copied more than once a put, or at all by a get, or where either
+    /// side took more memory than the payload and 64 MiB.
+    #[arg(long)]
+    check: bool,
 }
 
 #[derive(Debug, Args)]
@@ -74,18 +80,20 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
         .sum();
     options.memory = options.memory.or(ByteSize::new(3 * payload + (64 << 20)));
     options.rollouts = options.rollouts.encoding(encoding(&[], !args.no_checksums));
-    let base = resident();
+    let base = begin_peak();
     let outcome = runtime(2, 8)?.block_on(async {
         let endpoint = open(options).await?;
         let rollouts = endpoint.rollouts();
         let mut reader = Reader::start(args)?;
         let mut times: [Vec<Duration>; 3] = Default::default();
         let mut last = Value::Null;
+        let mut data_bytes = 0;
         for round in 0..args.warmup + args.reps {
             let copy = rollout.clone(); // counts, not bytes
             let start = Instant::now();
             let handle = rollouts.put(copy).await?;
             let put = start.elapsed();
+            data_bytes = handle.data_bytes();
             let is_last = round + 1 == args.warmup + args.reps;
             let answer = reader.ask(&handle, is_last)?;
             let micros =
@@ -106,8 +114,13 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
             return Err(unexpected("what the reader got is not what was put"));
         }
         reader.end()?;
-        report(args, &input, payload, times, &endpoint, (base, &last))?;
-        endpoint.close().await
+        let counters = report(args, &input, payload, times, &endpoint, (base, data_bytes, &last))?;
+        endpoint.close().await?;
+        let is_well = counters["extra_copied_bytes"] == 0 && counters["within_peak_limit"] == true;
+        match args.check && !is_well {
+            true => Err(unexpected("a copy too many, or too much memory: see the counters")),
+            false => Ok(()),
+        }
     });
     outcome.map(|()| ExitCode::SUCCESS)
 }
@@ -118,8 +131,8 @@ fn report(
     payload: u64,
     [puts, gets, consumes]: [Vec<Duration>; 3],
     endpoint: &Endpoint,
-    (base, reader): (u64, &Value),
-) -> Result<()> {
+    (base, data_bytes, reader): (u64, u64, &Value),
+) -> Result<Value> {
     let stats = endpoint.rollouts().stats();
     let info = endpoint.rollouts().info();
     let both: Vec<Duration> = puts.iter().zip(&gets).map(|(a, b)| *a + *b).collect();
@@ -144,23 +157,34 @@ fn report(
         }));
     }
     let rounds = (args.reps + args.warmup) as u64;
+    let encoded = rounds * data_bytes;
+    let of_reader = |name: &str| reader["stats"][name].as_u64().unwrap_or(0);
+    let limit = payload + MEMORY_BESIDE;
+    let producer_peak = peak().saturating_sub(base);
+    let reader_base = reader["base_bytes"].as_u64().unwrap_or(0);
+    let reader_peak = reader["peak_bytes"].as_u64().unwrap_or(0).saturating_sub(reader_base);
     let counters = json!({
         "bench": "featurestore rollout",
         "step": "counters",
         "gathered_bytes_a_put": stats.gathered_bytes / rounds,
-        "extra_copied_bytes": stats.copied_bytes,
+        "extra_copied_bytes": stats.copied_bytes + of_reader("copied_bytes"),
+        // Times that the encoded data was copied by this library, on each side.
+        "copies_a_put": (stats.gathered_bytes + stats.copied_bytes) as f64 / encoded as f64,
+        "copies_a_get": of_reader("copied_bytes") as f64 / encoded as f64,
+        "moved_a_get": of_reader("fetched_bytes") as f64 / encoded as f64,
         "reader": reader["stats"],
-        "producer_peak_above_input_bytes": peak().saturating_sub(base),
-        "reader_peak_bytes": reader["peak_bytes"],
-        "reader_base_bytes": reader["base_bytes"],
+        "producer_peak_above_input_bytes": producer_peak,
+        "reader_peak_above_start_bytes": reader_peak,
+        "peak_limit_bytes": limit,
+        "within_peak_limit": producer_peak <= limit && reader_peak <= limit,
     });
     if args.json {
         times.iter().chain([&counters]).try_for_each(say)?;
-        return Ok(());
+        return Ok(counters);
     }
     let what = match input {
         featurestore::rollout::Input::Payload(spec) => spec.to_string(),
-        featurestore::rollout::Input::Folder(folder) => folder.display().to_string(),
+        featurestore::rollout::Input::Files(path) => path.display().to_string(),
     };
     say(format_args!("{what}: {payload} bytes over {} ({})", info.scheme, info.engine))?;
     say(format_args!(
@@ -177,7 +201,24 @@ fn report(
             line["gb_per_s"].to_string(),
         ))?;
     }
-    say(counters)
+    let times_of = |name: &str| counters[name].as_f64().unwrap_or(f64::NAN);
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    say(format_args!(
+        "copies of the data: {:.3} a put (one is the gather), {:.3} a get; moved {:.3} times a get",
+        times_of("copies_a_put"),
+        times_of("copies_a_get"),
+        times_of("moved_a_get"),
+    ))?;
+    say(format_args!(
+        "peak memory: producer {:.1} MiB above its input, reader {:.1} MiB above its start; limit \
+         {:.1} MiB (payload and 64 MiB): {}",
+        mib(producer_peak),
+        mib(reader_peak),
+        mib(limit),
+        if counters["within_peak_limit"] == true { "within" } else { "EXCEEDED" },
+    ))?;
+    say(&counters)?;
+    Ok(counters)
 }
 
 /// The reading process.
@@ -269,7 +310,7 @@ pub(super) fn reader(args: &ReaderArgs) -> Result<ExitCode> {
     runtime.block_on(async {
         let endpoint = open(options).await?;
         drop(end_of_life(false)?);
-        let base = resident();
+        let base = begin_peak();
         say("@@{}")?;
         let mut flat = Vec::new();
         for line in std::io::stdin().lock().lines() {
@@ -333,11 +374,15 @@ fn consume(columns: &[Column<'static>], flat: &mut Vec<u8>) -> Duration {
     start.elapsed()
 }
 
-/// Bytes of memory that this process uses now, and at most so far; 0 where the system does not say.
-fn resident() -> u64 {
+/// Bytes of memory that this process uses now, from where on the peak counts; 0 where the system
+/// does not say.
+fn begin_peak() -> u64 {
+    // Where this is not allowed the peak counts from the start of the process.
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
     status("VmRSS:")
 }
 
+/// Most bytes of memory that this process has used since.
 fn peak() -> u64 {
     status("VmHWM:")
 }

@@ -41,6 +41,9 @@ pub(crate) struct PutArgs {
     /// Writes the handle to a file as well.
     #[arg(long, value_name = "FILE")]
     handle_out: Option<PathBuf>,
+    /// Folder in which the put notes what it is about to write to a store, for sweep.
+    #[arg(long, value_name = "DIR")]
+    journal: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -59,6 +62,19 @@ pub(crate) struct GetArgs {
     /// Cleans up afterwards.
     #[arg(long)]
     cleanup: bool,
+    /// Keeps what it got until it is ended, or its standard input is: readers of the same --share
+    /// find it here.
+    #[arg(long, conflicts_with_all = ["rows", "cleanup"])]
+    hold: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SweepArgs {
+    /// Folder that the producers were given as --journal.
+    #[arg(long, value_name = "DIR")]
+    journal: PathBuf,
+    #[command(flatten)]
+    transport: TransportArgs,
 }
 
 #[derive(Debug, Args)]
@@ -104,6 +120,7 @@ pub(super) fn put(args: &PutArgs) -> Result<ExitCode> {
         options.memory = options.memory.or(Some(DEFAULT_ARENA));
     }
     options.rollouts = options.rollouts.encoding(encoding(&args.narrow, !args.no_checksums));
+    options.journal.clone_from(&args.journal);
     prepare(&options)?;
     let rollout = args.input.input().rollout()?;
     let runtime = runtime(2, 8)?;
@@ -147,6 +164,8 @@ pub(super) fn get(args: &GetArgs) -> Result<ExitCode> {
     let handle = handle(&args.handle)?;
     with_reader(&args.transport, async |endpoint| {
         let rollouts = endpoint.rollouts();
+        let end = args.hold.then(|| end_of_life(true)).transpose()?;
+        let mut held = None;
         let start = Instant::now();
         let fields: Vec<&str> = args.fields.iter().map(String::as_str).collect();
         let mut report = if !args.rows.is_empty() {
@@ -180,8 +199,10 @@ pub(super) fn get(args: &GetArgs) -> Result<ExitCode> {
                 (name, json!({"checksum": format!("{sum:016x}"), "elements": elements}))
             });
             let sums: serde_json::Map<_, _> = sums.collect();
+            held = Some(sample);
             json!({"fields": sums, "get_ms": millis(took)})
         };
+        held.take_if(|_| end.is_none());
         if args.cleanup {
             rollouts.cleanup([&handle]).await?;
         }
@@ -198,7 +219,12 @@ pub(super) fn get(args: &GetArgs) -> Result<ExitCode> {
             about.insert(name.to_owned(), value.into());
         }
         about.insert("transport".into(), rollouts.info().scheme.clone().into());
-        say(&report)
+        say(&report)?;
+        if let Some(end) = end {
+            end.await;
+        }
+        drop(held);
+        Ok(())
     })
 }
 
@@ -212,6 +238,20 @@ pub(super) fn cleanup(args: &CleanupArgs) -> Result<ExitCode> {
         let report = endpoint.rollouts().cleanup(&handles).await?;
         say(serde_json::to_string(&report).expect("plain data"))
     })
+}
+
+pub(super) fn sweep(args: &SweepArgs) -> Result<ExitCode> {
+    let mut options = args.transport.options(None)?;
+    options.journal = Some(args.journal.clone());
+    prepare(&options)?;
+    runtime(2, 8)?.block_on(async {
+        let endpoint = open(options).await?;
+        let done = endpoint.rollouts().sweep().await;
+        let said = done.and_then(|report| say(serde_json::to_string(&report).expect("plain data")));
+        let closed = endpoint.close().await;
+        said.and(closed)
+    })?;
+    Ok(ExitCode::SUCCESS)
 }
 
 pub(super) fn inspect(args: &InspectArgs) -> Result<ExitCode> {
