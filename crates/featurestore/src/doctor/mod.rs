@@ -3,7 +3,7 @@
 //! Transports are judged by the same probe that chooses one; what else stands in the report
 //! explains its answers.
 
-#[cfg_attr(not(feature = "cuda"), path = "doctor/gpu/absent.rs")]
+#[cfg_attr(not(feature = "cuda"), path = "gpu/absent.rs")]
 mod gpu;
 mod machine;
 #[cfg_attr(not(feature = "store"), path = "mooncake/absent.rs")]
