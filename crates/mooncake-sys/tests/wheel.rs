@@ -96,6 +96,57 @@ fn the_store_keeps_its_word() {
     master.stop();
 }
 
+fn put_new(store: &WheelStore, keys: &[&str], bytes: &[u8]) -> Vec<Result<(), StoreCode>> {
+    let item = |&key| PutItem { key, start: bytes.as_ptr(), len: bytes.len() };
+    let items: Vec<_> = keys.iter().map(item).collect();
+    // SAFETY: the bytes are borrowed for the call.
+    unsafe { store.put_new(&items, ReplicaPolicy::default()) }.unwrap()
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn new_objects_are_told_from_old_ones_and_found_where_they_lie() {
+    let master = support::master();
+    let (one, other) = (store(master.address(), 64 * MIB), store(master.address(), 0));
+    assert!(one.provider().store.put_new);
+    const TAKEN: Result<(), StoreCode> = Err(StoreCode::OBJECT_ALREADY_EXISTS);
+    const FULL: Result<(), StoreCode> = Err(StoreCode::NO_AVAILABLE_HANDLE);
+    let ours = vec![1u8; 5000];
+    assert_eq!(put_new(&one, &["a", "b"], &ours), [Ok(()), Ok(())]);
+    assert_eq!(one.exists(&["a", "b"]).unwrap(), [Ok(true), Ok(true)], "readable at once");
+    // Through another client, over the wire: what is there stays, what is not is written.
+    assert_eq!(put_new(&other, &["b", "c"], &[2; 70_000]), [TAKEN, Ok(())]);
+    assert_eq!(put_new(&other, &["d", "d"], &[3; 100]), [Ok(()), TAKEN], "twice in one call");
+    let huge = vec![4u8; 100 * MIB];
+    assert_eq!(put_new(&one, &["e"], &huge), [FULL]);
+    assert_eq!(put_new(&one, &["e"], &ours), [Ok(())], "a failure leaves nothing behind");
+    for (key, value, len) in [("a", 1, 5000), ("b", 1, 5000), ("c", 2, 70_000), ("d", 3, 100)] {
+        let mut found = vec![0; len];
+        assert_eq!(get(&one, key, &mut found), Ok(len as u64), "{key}");
+        assert!(found.iter().all(|&byte| byte == value), "{key}");
+    }
+
+    let located = other.locate(&["c", "none", "a"]).unwrap().expect("the wheel can tell");
+    assert!(located[1].is_empty());
+    for (replicas, len) in [(&located[0], 70_000), (&located[2], 5000)] {
+        let [replica] = &replicas[..] else { panic!("{replicas:?}") };
+        assert_eq!(replica.len, len);
+        // Of the same host, but not the name of the client.
+        assert!(replica.segment.starts_with("127.0.0.1:"), "{replica:?}");
+        assert_ne!(*replica.segment, *one.hostname().unwrap());
+    }
+    // SAFETY: the segment is this process's own, and the object is not removed before the end.
+    let there = unsafe {
+        let first = std::ptr::with_exposed_provenance::<u8>(located[0][0].address.0 as usize);
+        std::slice::from_raw_parts(first, 70_000)
+    };
+    assert!(there.iter().all(|&byte| byte == 2), "the address is that of the bytes");
+    assert_eq!(other.remove(&["c"], false).unwrap(), [Err(StoreCode::OBJECT_HAS_LEASE)]);
+    other.close().unwrap();
+    one.close().unwrap();
+    master.stop();
+}
+
 #[test]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 fn data_calls_give_up_the_interpreters_lock() {

@@ -2,7 +2,8 @@
 //! lease, and the bytes come from the owner over its own wire.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
+    fs,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -23,8 +24,9 @@ const AT_A_TIME: usize = 4;
 #[derive(Debug)]
 pub(crate) struct Native {
     reader: Arc<dyn SegmentReader>,
-    own: String, // this process's segment, which Mooncake copies from without a wire
-    unsuited: Mutex<HashSet<Arc<str>>>,
+    host: String, // by which others reach this process
+    /// Segments that are known, and whether they are left to Mooncake.
+    left: Mutex<HashMap<Arc<str>, bool>>,
     bytes: AtomicU64,
 }
 
@@ -49,9 +51,10 @@ struct Group {
 }
 
 impl Native {
-    pub(crate) fn new(reader: Arc<dyn SegmentReader>, own: String) -> Self {
-        let (unsuited, bytes) = (Mutex::default(), AtomicU64::new(0));
-        Self { reader, own, unsuited, bytes }
+    /// Reads through `reader`, for the client that the cluster knows as `hostname`.
+    pub(crate) fn new(reader: Arc<dyn SegmentReader>, hostname: &str) -> Self {
+        let host = hostname.parse().map_or(String::new(), |name: SessionName| name.host().into());
+        Self { reader, host, left: Mutex::default(), bytes: AtomicU64::new(0) }
     }
 
     /// Payload that came this way.
@@ -109,7 +112,7 @@ impl Native {
                 Some(ErrorKind::Timeout | ErrorKind::Closed) => return Err(error.expect("is some")),
                 Some(ErrorKind::Unsupported | ErrorKind::Protocol) => {
                     tracing::warn!(segment = &*group.name, ?error, "left to Mooncake's engine");
-                    self.unsuited.lock().insert(group.name);
+                    self.left.lock().insert(group.name, true);
                 }
                 _ => {}
             }
@@ -137,12 +140,44 @@ impl Native {
                 return Some((replica, at));
             }
         }
-        let unsuited = self.unsuited.lock();
-        let replica =
-            replicas.iter().find(|r| *r.segment != *self.own && !unsuited.contains(&r.segment))?;
-        let segment = replica.segment.parse().ok()?; // else not the name of a handshake
+        let replica = replicas.iter().find(|replica| !self.is_left(&replica.segment))?;
+        let segment = replica.segment.parse().ok()?; // it was, a moment ago
         let name = replica.segment.clone();
         groups.push(Group { segment, name, indexes: Vec::new(), reads: Vec::new() });
         Some((replica, groups.len() - 1))
     }
+
+    /// Whether a segment is left to Mooncake: it is this process's own, from which Mooncake copies
+    /// without a wire, or its name is not that of a handshake.
+    fn is_left(&self, name: &Arc<str>) -> bool {
+        if let Some(is_left) = self.left.lock().get(name) {
+            return *is_left;
+        }
+        let segment = name.parse::<SessionName>();
+        let is_left = segment.is_err()
+            || segment.is_ok_and(|name| name.host() == self.host && listens(name.port()));
+        self.left.lock().insert(name.clone(), is_left);
+        is_left
+    }
+}
+
+/// Whether this process listens on a port: the segment's name is not the client's, and no call says
+/// which it is. If the system does not tell, the answer is no, and a read takes the wire.
+fn listens(port: u16) -> bool {
+    const LISTEN: &str = "0A";
+    let mut sockets = HashSet::new();
+    for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
+        for line in fs::read_to_string(table).unwrap_or_default().lines().skip(1) {
+            let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+            let [_, local, _, LISTEN, _, _, _, _, _, inode, ..] = fields[..] else { continue };
+            let found = local.rsplit_once(':').and_then(|(_, p)| u16::from_str_radix(p, 16).ok());
+            if found == Some(port) {
+                sockets.insert(format!("socket:[{inode}]"));
+            }
+        }
+    }
+    let Ok(files) = fs::read_dir("/proc/self/fd") else { return false };
+    let mut links = files.flatten().filter_map(|file| fs::read_link(file.path()).ok());
+    !sockets.is_empty()
+        && links.any(|link| link.to_str().is_some_and(|link| sockets.contains(link)))
 }

@@ -97,7 +97,7 @@ impl StoreTransport {
         }
         let info = TransportInfo::new("store", engine, capabilities);
         let native = match reader {
-            Some(reader) => Some(Native::new(reader, api.hostname()?)),
+            Some(reader) => Some(Native::new(reader, &api.hostname()?)),
             None => None,
         };
         let memory = Memory::new(api.clone(), &config)?;

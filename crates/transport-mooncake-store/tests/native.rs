@@ -2,7 +2,7 @@
 
 mod fake;
 
-use std::{sync::Arc, time::Duration};
+use std::{net::TcpListener, sync::Arc, time::Duration};
 
 use fake::{
     Cluster, FakeStore,
@@ -22,6 +22,7 @@ struct Bed {
     _client: Arc<FakeStore>,
     reader: Arc<FakeReader>,
     transport: StoreTransport,
+    _own: TcpListener, // the handshake of this process's segment
 }
 
 /// Objects called `a…` lie at one owner, `b…` at another, and `own…` in this process.
@@ -29,7 +30,8 @@ fn bed_with(change: impl FnOnce(&mut StoreConfig)) -> Bed {
     let cluster = Cluster::new();
     cluster.set_segment("/a", "127.0.0.1:17".into());
     cluster.set_segment("/b", "127.0.0.1:18".into());
-    cluster.set_segment("/own", "127.0.0.1:1".into());
+    let own = TcpListener::bind("127.0.0.1:0").unwrap();
+    cluster.set_segment("/own", own.local_addr().unwrap().to_string());
     let mut config = StoreConfig::default().pool(ByteSize::mib(16), ByteSize::mib(16));
     config.backoff = Duration::from_millis(1);
     config.segment_silence = None;
@@ -37,7 +39,7 @@ fn bed_with(change: impl FnOnce(&mut StoreConfig)) -> Bed {
     let (client, reader) = (cluster.client_with_sessions(), Arc::<FakeReader>::default());
     let transport =
         StoreTransport::start_with(client.clone(), config, Some(reader.clone())).unwrap();
-    Bed { cluster, _client: client, reader, transport }
+    Bed { cluster, _client: client, reader, transport, _own: own }
 }
 
 fn bed() -> Bed {
