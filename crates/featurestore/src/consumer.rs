@@ -21,6 +21,9 @@ use crate::{
 pub struct ConsumerOptions {
     /// Samples that are read at a time, ahead of the training loop. Default: 4.
     pub in_flight: usize,
+    /// Readings are begun once no more samples than so many are read or being read, and then up to
+    /// `in_flight`: together they cost a shared device one change of context. Default: 3.
+    pub refill_at: usize,
     /// Bytes that are read ahead at most; one sample always is. For pools that have no room for
     /// `in_flight` of the largest. Default: no bound.
     pub max_bytes: Option<u64>,
@@ -32,7 +35,13 @@ pub struct ConsumerOptions {
 
 impl Default for ConsumerOptions {
     fn default() -> Self {
-        Self { in_flight: 4, max_bytes: None, deadline: Duration::from_secs(30), layout: None }
+        Self {
+            in_flight: 4,
+            refill_at: 3,
+            max_bytes: None,
+            deadline: Duration::from_secs(30),
+            layout: None,
+        }
     }
 }
 
@@ -130,6 +139,9 @@ impl Consumer {
     }
 
     fn start(&mut self) {
+        if self.reading.len() > self.options.refill_at {
+            return;
+        }
         let most = self.options.max_bytes.unwrap_or(u64::MAX);
         while self.reading.len() < self.options.in_flight.max(1) {
             let Some(sample) = self.waiting.front() else { return };

@@ -221,7 +221,10 @@ mod tests {
         let transport = reader.receive(builder, ByteSize::mib(8)).unwrap().build().unwrap();
         let contexts: Vec<_> =
             here.leaks().into_iter().filter(|leak| leak.contains("context of")).collect();
-        assert!(!contexts.is_empty() && contexts.iter().all(|c| c.ends_with("of 1")), "{contexts:?}");
+        assert!(
+            !contexts.is_empty() && contexts.iter().all(|c| c.ends_with("of 1")),
+            "{contexts:?}"
+        );
         drop(transport);
         assert_eq!(here.leaks(), Vec::<String>::new());
     }

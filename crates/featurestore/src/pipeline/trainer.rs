@@ -47,7 +47,9 @@ const NAMED: usize = 8;
 /// Longest line from the pipeline, in bytes.
 const MAX_LINE: u64 = 4 << 20;
 /// Samples that are read at a time, ahead of the comparison.
-const AHEAD: usize = 4;
+const AHEAD: usize = 16;
+/// How few of them there are when more are begun.
+const REFILL_AT: usize = 8;
 /// Pause between two looks at the channel.
 const POLL: Duration = Duration::from_millis(1);
 /// Windows that wait for the training loop, besides those that it reads.
@@ -188,6 +190,7 @@ impl Loop {
         let mut options = ConsumerOptions::default();
         options.deadline = deadline;
         options.in_flight = if start.serial { 1 } else { AHEAD };
+        options.refill_at = if start.serial { 0 } else { REFILL_AT };
         // Half of the pool: the rest is for the sample that is compared, and against fragments.
         options.max_bytes = (!views).then_some(start.pool_bytes / 2);
         Ok(Self {

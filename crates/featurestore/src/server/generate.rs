@@ -82,6 +82,7 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
 
 /// What a request was let in with: kept until nobody works on it any more, also if its client has
 /// left by then.
+#[derive(Debug)]
 pub(super) struct Asking {
     pub(super) prompts: Vec<Prompt>,
     _places: OwnedSemaphorePermit,

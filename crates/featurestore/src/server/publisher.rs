@@ -1,5 +1,7 @@
 //! Where a server's samples go: an arena of its own, or Mooncake Store.
 
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 use std::time::Duration;
 
 use capture_arena::{Arena, ArenaConfig, ReserveOptions, SamplePlan};
@@ -7,6 +9,8 @@ use control_proto::capture::ChecksumKind;
 use transport_core::{Descriptor, Error, ErrorKind, Health, Ready, Result};
 use transport_mooncake_direct::{AllowList, CaptureSink, SinkConfig, SinkReservation};
 
+#[cfg(feature = "cuda")]
+use super::fill::OnDevice;
 #[cfg(feature = "store")]
 use super::store::{StorePublisher, StoreReservation};
 use super::{check_bind, memory::Memory};
@@ -21,25 +25,11 @@ pub(super) enum Publisher {
         memory: &'static str,
         memory_reason: String,
         #[cfg(feature = "cuda")]
-        device: Option<OnDevice>,
+        device: Option<Arc<OnDevice>>,
     },
     #[cfg(feature = "store")]
     Store(StorePublisher),
 }
-
-/// What writes an arena's tensors on its device.
-#[cfg(feature = "cuda")]
-#[derive(Debug)]
-pub(super) struct OnDevice {
-    pub(super) tensors: transport_mooncake_direct::cuda::DeviceTensors,
-    /// One a batch that is being written.
-    pub(super) turns: tokio::sync::Semaphore,
-}
-
-/// Batches that are written on a device at a time: one that the device works on, and one that is
-/// got ready. More would keep cores busy with looking whether it is done.
-#[cfg(feature = "cuda")]
-const DEVICE_TURNS: usize = 2;
 
 /// Room for a batch of samples, to be filled and published.
 #[derive(Debug)]
@@ -85,10 +75,7 @@ impl Publisher {
             memory: memory.name,
             memory_reason: memory.reason,
             #[cfg(feature = "cuda")]
-            device: memory.tensors.map(|tensors| OnDevice {
-                tensors,
-                turns: tokio::sync::Semaphore::new(DEVICE_TURNS),
-            }),
+            device: memory.tensors.map(|tensors| Arc::new(OnDevice::new(tensors))),
         })
     }
 
@@ -130,7 +117,7 @@ impl Publisher {
 
     /// What writes tensors, where the arena is on a device.
     #[cfg(feature = "cuda")]
-    pub(super) fn device(&self) -> Option<&OnDevice> {
+    pub(super) fn device(&self) -> Option<&Arc<OnDevice>> {
         match self {
             Self::Arena { device, .. } => device.as_ref(),
             #[cfg(feature = "store")]
@@ -176,13 +163,13 @@ impl Publisher {
 }
 
 impl Reserved {
-    /// Where it lies, if that is an arena.
+    /// What it is, if it lies in an arena; itself again if not.
     #[cfg(feature = "cuda")]
-    pub(super) fn in_arena(&mut self) -> Option<&mut SinkReservation> {
+    pub(super) fn into_arena(self) -> Result<SinkReservation, Self> {
         match self {
-            Self::Arena(reservation) => Some(reservation),
+            Self::Arena(reservation) => Ok(reservation),
             #[cfg(feature = "store")]
-            Self::Store(_) => None,
+            Self::Store(_) => Err(self),
         }
     }
 
