@@ -170,6 +170,9 @@ fn every_flag_of_the_readme_exists() {
     for command in ["pipeline", "capture-server", "doctor"] {
         known += &run(&[command, "--help"]).stdout;
     }
+    for command in ["put", "get", "inspect", "cleanup", "sweep", "bench"] {
+        known += &run(&["rollout", command, "--help"]).stdout;
+    }
     let readme = include_str!("../../../../README.md");
     let flags = readme.split(|c: char| !(c == '-' || c.is_ascii_alphanumeric()));
     let flags = flags

@@ -287,7 +287,8 @@ fn arrow_and_parquet_files_are_put_and_checked() {
         let numbers: ArrayRef =
             Arc::new(Int64Array::from_iter((from..from + 3).map(|n| (n != 5).then_some(n))));
         let text: ArrayRef = Arc::new(StringArray::from_iter_values(["a", "", "né"]));
-        RecordBatch::try_from_iter([("tokens", lists), ("index", numbers), ("text", text)]).unwrap()
+        let columns = [("tokens", lists, true), ("index", numbers, true), ("text", text, false)];
+        RecordBatch::try_from_iter_with_nullable(columns).unwrap()
     };
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);

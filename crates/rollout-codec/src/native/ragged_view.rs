@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use transport_core::{Dtype, Error, ErrorKind, RegionSlice, Result, TensorMeta};
+use transport_core::{Dtype, Error, ErrorKind, RegionSlice, Result, Tensor, TensorMeta};
 
 use super::index::Runs;
 use crate::{Element, Ragged, RowKind, Template};
@@ -139,6 +139,13 @@ impl RaggedView {
     /// Row `i` as counted memory, which outlives this view.
     pub fn row_region(&self, i: usize) -> Option<RegionSlice> {
         self.data.slice(self.range(i)?)
+    }
+
+    /// Row `i` as a tensor over the same memory, which outlives this view; `None` for a null row or
+    /// one that does not exist. A tensor is what transport-core exports to frameworks by DLPack.
+    pub fn row_tensor(&self, i: usize) -> Option<Tensor> {
+        let meta = TensorMeta::new(self.dtype, self.shape(i)?).ok()?;
+        Tensor::new(meta, self.row_region(i)?).ok()
     }
 
     /// Entries `steps` of row `i` along its first dimension; `None` for a null row, one that does

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use indexmap::IndexMap;
-use transport_core::{Dtype, Error, ErrorKind, RegionSlice, Result, TensorMeta};
+use transport_core::{Dtype, Error, ErrorKind, RegionSlice, Result, Tensor, TensorMeta};
 
 use super::{
     Header, gather,
@@ -115,6 +115,19 @@ impl RolloutView {
         match &self.header.field(name)?.what {
             What::Ragged(record) => self.ragged_of(record).map_err(|e| e.with("field", name)),
             _ => Err(Error::new(ErrorKind::InvalidInput, OPERATION, "the field is not ragged")
+                .with("field", name)
+                .remedy("use column, which takes every kind")),
+        }
+    }
+
+    /// The one array of a dense field, over the same memory unless it was narrowed.
+    pub fn dense(&self, name: &str) -> Result<Tensor> {
+        match &self.header.field(name)?.what {
+            What::Dense { dtype, wire, shape, data, .. } => {
+                let data = self.widened(data, *dtype, *wire)?;
+                Tensor::new(TensorMeta::new(*dtype, shape.as_slice())?, data)
+            }
+            _ => Err(Error::new(ErrorKind::InvalidInput, OPERATION, "the field is not one array")
                 .with("field", name)
                 .remedy("use column, which takes every kind")),
         }

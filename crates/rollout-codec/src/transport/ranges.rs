@@ -13,7 +13,8 @@ use crate::native::{self, Header, RolloutView};
 pub(super) struct Opened<'i> {
     inner: &'i Inner,
     header: Arc<Header>,
-    /// What is at hand: where each run of the data starts, and its bytes. They keep the lease.
+    /// What is at hand: where each run of the data starts, and its bytes, in that order. They keep
+    /// the lease.
     runs: Vec<(u64, RegionSlice)>,
     /// Where the rest is; none if everything is at hand.
     rest: Option<(Root, Arc<Lease>)>,
@@ -79,6 +80,7 @@ impl Opened<'_> {
         let lease = lease.clone();
         let kept = read.into_iter().map(|(start, data)| (start, data.keeping(lease.clone())));
         self.runs.extend(kept);
+        self.runs.sort_by_key(|(start, _)| *start);
         Ok(())
     }
 
@@ -91,7 +93,9 @@ impl Opened<'_> {
             let from = usize::try_from(range.start.checked_sub(*start)?).ok()?;
             run.slice(from..from.checked_add(usize::try_from(range.end - range.start).ok()?)?)
         };
-        self.runs.iter().find_map(slice).ok_or_else(|| {
+        // Mostly in the last run that starts before it; an earlier one may be longer.
+        let near = self.runs.partition_point(|(start, _)| *start <= range.start);
+        self.runs[..near].iter().rev().find_map(slice).ok_or_else(|| {
             Error::new(ErrorKind::NotFound, "get rows", "the bytes were not read")
                 .with("range", format_args!("{range:?}"))
         })

@@ -182,6 +182,30 @@ fn rows_are_typed_slices_and_can_be_cut() {
     assert!(x.row(3).is_none());
 }
 
+#[test]
+fn rows_and_arrays_are_tensors_over_the_same_memory() {
+    let payload = Payload::new(Profile::TextExperts, 1 << 20);
+    let mut rollout = payload.rollout();
+    let mut nulls = Ragged::new(Dtype::Int8, RowKind::Torch, Template::flat()).unwrap();
+    (0..payload.rows()).for_each(|_| nulls.push_null());
+    rollout.non_tensor.insert("nulls".into(), Column::Ragged(nulls));
+    let (header, data) = encode(&rollout, &Options::default(), 1);
+    let range = data.address()..data.address() + data.len();
+    let view = view(&header, data);
+    let experts = view.ragged("rollout_routed_experts").unwrap();
+    let row = experts.row_tensor(0).unwrap();
+    assert_eq!(row.meta.shape(), experts.shape(0).unwrap());
+    assert_eq!(row.meta.dtype(), Dtype::Int32);
+    assert!(view.ragged("nulls").unwrap().row_tensor(0).is_none());
+    assert!(experts.row_tensor(payload.rows()).is_none());
+    let sums = view.dense("rollout_mask_sums").unwrap();
+    assert_eq!(sums.meta.shape(), [payload.rows() as u64]);
+    assert_eq!(view.dense("tokens").unwrap_err().kind(), ErrorKind::InvalidInput);
+    drop((view, experts));
+    assert!(range.contains(&row.data.address()) && range.contains(&sums.data.address()));
+    assert!(row.data.as_ref() == &*payload.fields()[3].rows[0], "still readable");
+}
+
 /// F44: raw bits of every element type; F47: no bytes, no rows.
 #[test]
 fn every_element_type_keeps_its_bits() {
