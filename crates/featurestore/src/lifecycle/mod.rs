@@ -292,8 +292,8 @@ impl Samples {
         {
             let mut books = self.books.lock();
             for descriptor in samples {
-                let same = books.generation(&descriptor.sample.sample_id)
-                    == Some(descriptor.sample.generation);
+                // Another store's sample, or another generation, may have the same id.
+                let same = books.key(&descriptor.sample.sample_id) == Some(&descriptor.sample);
                 if !same || books.forget(&descriptor.sample.sample_id).is_none() {
                     books.free(descriptor);
                 }

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transport_core::{Descriptor, Error, ErrorKind, Generation, Result, SampleId, SampleKey};
+use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId, SampleKey};
 
 /// Proof of one reader's claim on one sample. Every lease is different from every other, so that a
 /// late or repeated release can never end somebody else's.
@@ -294,8 +294,8 @@ impl Residents {
         self.resident.contains_key(id)
     }
 
-    pub(super) fn generation(&self, id: &SampleId) -> Option<Generation> {
-        self.resident.get(id).map(|resident| resident.descriptor.sample.generation)
+    pub(super) fn key(&self, id: &SampleId) -> Option<&SampleKey> {
+        self.resident.get(id).map(|resident| &resident.descriptor.sample)
     }
 
     pub(super) fn len(&self) -> usize {

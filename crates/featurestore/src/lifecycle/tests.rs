@@ -387,3 +387,40 @@ async fn samples_behind_tokens_and_in_arenas_are_settled_together() {
     assert_eq!(*freed.lock(), 2);
     assert_eq!(resident(&flaky).await, 0);
 }
+
+/// One handle given back twice, and one after its time: neither ends what another reader has.
+#[tokio::test]
+async fn f52_a_late_or_repeated_release_never_ends_another_lease() {
+    let retention =
+        Retention { retain: false, lease: Some(Duration::from_secs(10)), ..Retention::default() };
+    let (flaky, samples) = store(retention);
+    let sample = put(&samples, "s").await;
+    let first = samples.get(&sample, DEADLINE).await.unwrap().token;
+    let other = samples.get(&sample, DEADLINE).await.unwrap().token;
+    assert_eq!(samples.release(&first).await, Released::Returned);
+    assert_eq!(samples.release(&first).await, Released::Unknown, "twice");
+    assert_eq!((samples.health().active_leases, resident(&flaky).await), (1, 1));
+    let swept = samples.gc(Instant::now() + Duration::from_secs(11)).await;
+    assert_eq!(swept.expired_leases, 1);
+    assert_eq!(samples.release(&other).await, Released::Unknown, "after its time");
+    let again = put(&samples, "t").await;
+    let reading = samples.get(&again, DEADLINE).await.unwrap();
+    assert_eq!(samples.release(&other).await, Released::Unknown);
+    assert_eq!(reading.tensors["x"].data.as_ref(), b"t");
+    flaky.inner.close().await.unwrap();
+    assert_eq!(samples.release(&reading.token).await, Released::Freed, "here; the store is closed");
+}
+
+/// A list with one that is unknown, one that is gone, and one of another store: all others go.
+#[tokio::test]
+async fn f54_a_batch_is_freed_past_the_entries_that_cannot_be() {
+    let (flaky, samples) = store(Retention::default());
+    let (a, b) = (put(&samples, "a").await, put(&samples, "b").await);
+    samples.abort(&id("a")).await;
+    let mut foreign = (*b).clone();
+    foreign.sample.store_id = StoreId::new("other").unwrap();
+    let outcome = samples.settle(&[a, Arc::new(foreign), b]).await;
+    assert_eq!((outcome.freed, outcome.already_gone, outcome.pending), (1, 2, 0));
+    assert_eq!(samples.abort_many(&[id("nobody"), id("b")]).await.already_gone, 2);
+    assert_eq!(resident(&flaky).await, 0);
+}
