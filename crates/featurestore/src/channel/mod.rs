@@ -22,6 +22,7 @@ use std::{
     fs,
     io::{ErrorKind as Io, Write},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use transport_core::{Error, ErrorKind, Result, SampleId};
@@ -50,6 +51,13 @@ impl Files {
         name.push(".");
         name.push(suffix);
         name.into()
+    }
+
+    /// A file that no other call writes.
+    fn draft(&self, suffix: &str) -> PathBuf {
+        static DRAFTS: AtomicU64 = AtomicU64::new(0);
+        let number = DRAFTS.fetch_add(1, Ordering::Relaxed);
+        self.side(&format!("{suffix}.draft.{}.{number}", std::process::id()))
     }
 
     /// The text of a small file, if it is there.
@@ -83,7 +91,7 @@ impl Files {
 
     /// Replaces a small file as a whole: a reader sees the old text or the new one.
     fn replace(&self, suffix: &str, text: &str) -> Result<()> {
-        let (path, draft) = (self.side(suffix), self.side(&format!("{suffix}.draft")));
+        let (path, draft) = (self.side(suffix), self.draft(suffix));
         let write = || {
             let mut file = fs::File::create(&draft)?;
             file.write_all(text.as_bytes())?;
@@ -95,8 +103,7 @@ impl Files {
 
     /// Creates a small file unless it is there; whether this call made it. It appears whole.
     fn create(&self, suffix: &str, text: &str) -> Result<bool> {
-        let (path, draft) =
-            (self.side(suffix), self.side(&format!("{suffix}.draft.{}", std::process::id())));
+        let (path, draft) = (self.side(suffix), self.draft(suffix));
         let write = || {
             let mut file = fs::File::create(&draft)?;
             file.write_all(text.as_bytes())?;

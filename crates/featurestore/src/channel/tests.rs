@@ -168,3 +168,29 @@ fn lost_samples_are_wanted_again_exactly_as_often_as_they_were_lost() {
     let writer = RefWriter::open(folder.path()).unwrap();
     assert!(!writer.wants(&a, &writer.lost().unwrap()), "also after a restart");
 }
+
+/// Upstream counts over HTTP what is consumed; here it is a small file, replaced as a whole.
+#[test]
+fn d19_settling_is_absolute_whoever_repeats_it_and_looking_takes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut writer = RefWriter::open(folder.path()).unwrap();
+    writer.publish(&refs(&["a", "b", "c"])).unwrap();
+    let mut reader = RefReader::open(folder.path()).unwrap();
+    assert!(reader.poll(0).unwrap().refs.is_empty(), "a look at the state");
+    assert_eq!(ids(&reader.poll(2).unwrap()), ["a", "b"]);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut retrying = RefReader::open(folder.path()).unwrap();
+                (0..20).for_each(|_| retrying.settle(2).unwrap());
+            });
+        }
+        for _ in 0..100 {
+            assert!(matches!(writer.settled(), Ok(0 | 2)), "never half a number");
+        }
+    });
+    reader.settle(2).unwrap();
+    reader.settle(1).unwrap();
+    assert_eq!((reader.settled(), writer.settled().unwrap()), (2, 2), "it never goes back");
+    assert_eq!(ids(&reader.poll(9).unwrap()), ["c"], "and nothing was lost on the way");
+}
