@@ -63,6 +63,9 @@ enum Command {
         /// How long, at most
         #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=10_080))]
         minutes: u64,
+        /// Only the steps whose names hold this, such as ranks; RANKS_SEED=N replays that one
+        #[arg(long)]
+        only: Option<String>,
     },
     /// Checks that nothing is uncommitted and that a fresh clone builds
     CleanCheck,
@@ -82,7 +85,7 @@ fn main() -> ExitCode {
             Command::Lint => lint::run(&workspace),
             Command::Bench { name } => bench::run(&workspace, name.as_deref()),
             Command::Golden => golden::run(&workspace),
-            Command::Soak { minutes } => soak::run(&workspace, minutes),
+            Command::Soak { minutes, only } => soak::run(&workspace, minutes, only.as_deref()),
             Command::CleanCheck => clean::run(&workspace),
             #[cfg(feature = "ptx")]
             Command::Ptx => ptx::run(&workspace),

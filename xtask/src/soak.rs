@@ -26,8 +26,22 @@ const LEAST: Duration = Duration::from_secs(20);
 ///
 /// The time counts from the end of the build. A step that the end of the time cuts off is no
 /// failure: it has not found anything so far.
-pub(crate) fn run(workspace: &Workspace, minutes: u64) -> Result<()> {
-    let (steps, skipped) = steps(workspace);
+///
+/// With `only`, nothing but the steps whose names hold it, once.
+pub(crate) fn run(workspace: &Workspace, minutes: u64, only: Option<&str>) -> Result<()> {
+    let (mut steps, skipped) = steps(workspace);
+    if let Some(only) = only {
+        let names: Vec<String> = steps.iter().map(|step| step.name.clone()).collect();
+        steps.retain(|step| step.name.contains(only));
+        if steps.is_empty() {
+            return Err(format!("no step holds {only:?}; there are: {}", names.join("; ")));
+        }
+        let limit = Duration::from_secs(minutes * 60);
+        return steps.iter().try_for_each(|step| {
+            println!("== {}", step.name);
+            step.run(workspace, limit)
+        });
+    }
     let mut build = workspace.cargo();
     build.args(["test", "--release", "--workspace", "--no-run"]);
     let mut binary = workspace.cargo();
@@ -156,7 +170,17 @@ fn steps(workspace: &Workspace) -> (Vec<Step>, Vec<Skipped>) {
         // The kills are drawn from a seed that the test prints; `RANKS_SEED` replays it.
         Step::cargo(
             "eight ranks, 2,000 steps, kills of any process",
-            &["test", "--release", "--package", "featurestore-tests", "--test", "ranks", "eight"],
+            &[
+                "test",
+                "--release",
+                "--package",
+                "featurestore-tests",
+                "--test",
+                "ranks",
+                "eight",
+                "--",
+                "--nocapture",
+            ],
         )
         .with("RANKS_STEPS", "2000"),
         Step::plain("pipeline --paper", Some("featurestore"), &["pipeline", "--paper", "--json"]),
