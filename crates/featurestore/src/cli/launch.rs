@@ -11,7 +11,7 @@ use super::say;
 /// A run's file.
 #[derive(Debug, Args)]
 pub(super) struct RunFile {
-    /// TOML file of the run; environment variables such as MOONCAKE_PROTOCOL come before it.
+    /// File of the run, in TOML or (.yaml, .yml) YAML; environment variables such as MOONCAKE_PROTOCOL come before it.
     #[arg(value_name = "FILE")]
     file: PathBuf,
 }

@@ -1,13 +1,10 @@
 //! What contradicts what, and why.
 
-use std::{
-    collections::{BTreeMap, HashSet},
-    net::IpAddr,
-};
+use std::collections::{BTreeMap, HashSet};
 
 use transport_core::{Error, ErrorKind, Result};
 
-use super::config::{Backend, Buffers, Protocol, RunConfig};
+use super::config::{Backend, Buffers, Protocol, RunConfig, ServerSection};
 use crate::{config::Problems, flow::Watermarks, layout::Layout};
 
 /// Everything that is wrong at once; what will be regretted otherwise.
@@ -163,7 +160,28 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
         );
     }
     let ours = matches!(transport.backend, Backend::Shm | Backend::Tcp);
-    for server in config.server.iter().filter(|server| ours && is_reachable(&server.host)) {
+    for server in config.server.iter().filter(|server| ours && !server.host.is_empty()) {
+        if server.address().is_none() {
+            problems.note(
+                refuse(
+                    "server.host",
+                    "a capture server listens at an address, and the name may mean another one \
+                     where it runs",
+                    "write the IP address of the server's own host; a trainer that knows it by \
+                     name can be told so with extra_args = [\"--advertise=NAME\"]",
+                )
+                .map_err(|e| e.with("found", format_args!("{:?}", server.host))),
+            );
+        }
+    }
+    if transport.gpu_put == Some(false) && transport.protocol == Some(Protocol::Rdma) {
+        notes.push(
+            "SGLANG_SPEC_CAPTURE_GPU_PUT=0: captures go through CPU staging before they are \
+             published"
+                .into(),
+        );
+    }
+    for server in config.server.iter().filter(|server| ours && is_reachable(server)) {
         if !server.env.contains_key("FEATURESTORE_TOKEN") {
             notes.push(format!(
                 "server.host {} is not loopback: its capture server wants FEATURESTORE_TOKEN, and \
@@ -198,7 +216,7 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
     Ok(notes)
 }
 
-/// Whether other hosts may reach what listens at `host`.
-fn is_reachable(host: &str) -> bool {
-    host.parse().is_ok_and(|ip: IpAddr| !ip.to_canonical().is_loopback())
+/// Whether other hosts may reach the server.
+fn is_reachable(server: &ServerSection) -> bool {
+    server.address().is_some_and(|ip| !ip.to_canonical().is_loopback())
 }

@@ -1,6 +1,12 @@
 //! The one file that says what a run is made of.
 
-use std::{collections::BTreeMap, fmt, path::PathBuf, str::FromStr};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    net::{IpAddr, Ipv4Addr},
+    path::PathBuf,
+    str::FromStr,
+};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -215,6 +221,17 @@ pub struct ServerSection {
     /// Further environment variables.
     #[serde(default)]
     pub env: BTreeMap<String, String>,
+}
+
+impl ServerSection {
+    /// The address that `host` is, if it is one. Of all names only `localhost` means the same
+    /// everywhere.
+    pub fn address(&self) -> Option<IpAddr> {
+        match &*self.host {
+            "localhost" => Some(Ipv4Addr::LOCALHOST.into()),
+            host => host.parse().ok(),
+        }
+    }
 }
 
 /// `[producer]`

@@ -6,6 +6,7 @@
 mod check;
 mod config;
 mod render;
+mod syntax;
 #[cfg(test)]
 mod tests;
 
@@ -18,6 +19,7 @@ pub use config::{
     ServerSection, Size, TrainerSection, TransportSection,
 };
 pub use render::{Format, LaunchPlan, Role};
+pub use syntax::Syntax;
 
 /// Environment variables that people use already, and what they set.
 pub const VARIABLES: &[(&str, &str)] = &[
@@ -56,22 +58,27 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// Reads a TOML file and what `variable` answers for each of [`VARIABLES`], and checks it all.
+    /// Reads a file, by its ending as [`Syntax`] says, and what `variable` answers for each of
+    /// [`VARIABLES`], and checks it all.
     ///
     /// # Errors
     /// [`ErrorKind::ConfigInvalid`] with everything that is wrong, each with the reason.
     pub fn file(path: &Path, variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|e| Error::io("read configuration", e).with("file", path.display()))?;
-        Self::text(&text, variable).map_err(|e| e.with("file", path.display()))
+        let read = Self::text(&text, Syntax::of(path), variable);
+        read.map_err(|e| e.with("file", path.display()))
     }
 
     /// [`Self::file`], from text.
-    pub fn text(text: &str, variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
+    pub fn text(
+        text: &str,
+        syntax: Syntax,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self> {
         let wrong =
             |message: String| Error::new(ErrorKind::ConfigInvalid, "read configuration", message);
-        let mut table: toml::Table =
-            toml::from_str(text).map_err(|e| wrong(e.message().to_owned()))?;
+        let mut table = syntax.table(text)?;
         let mut sources = BTreeMap::new();
         flatten("", &table, &mut |path, _| {
             sources.insert(path, "file".to_owned());

@@ -1,6 +1,6 @@
 //! What each role is started with: command lines and environments.
 
-use std::{collections::BTreeMap, fmt::Write};
+use std::{collections::BTreeMap, fmt::Write, net::SocketAddr};
 
 use serde::Serialize;
 
@@ -171,14 +171,16 @@ fn capture_server(config: &RunConfig, index: usize, server: &ServerSection) -> R
     let mut env = BTreeMap::new();
     let mut argv: Vec<String>;
     if matches!(transport.backend, Backend::Shm | Backend::Tcp) {
+        let ip = server.address().expect("checked before");
+        let at = |port| SocketAddr::new(ip, port);
         let shared = if transport.backend == Backend::Shm { "shared" } else { "heap" };
         argv = vec!["featurestore".into(), "capture-server".into()];
         argv.extend([
             format!("--arena={}", size.unwrap_or_default()),
             format!("--arena-kind={shared}"),
-            format!("--http={}:{}", server.host, server.port),
-            format!("--data={}:0", server.host),
-            format!("--control={}:{}", server.host, server.control_port),
+            format!("--http={}", at(server.port)),
+            format!("--data={}", at(0)),
+            format!("--control={}", at(server.control_port)),
             format!("--hidden={}", run.hidden),
             format!("--taps={}", layers.collect::<Vec<_>>().join(",")),
         ]);
@@ -222,8 +224,13 @@ fn capture_server(config: &RunConfig, index: usize, server: &ServerSection) -> R
 fn clients(config: &RunConfig) -> BTreeMap<String, String> {
     let run = &config.run;
     let mut env = mooncake(config);
-    let urls: Vec<String> =
-        config.server.iter().map(|s| format!("http://{}:{}", s.host, s.port)).collect();
+    let url = |server: &ServerSection| {
+        let host = &server.host;
+        // An address with colons needs brackets before a port.
+        let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+        format!("http://{host}:{}", server.port)
+    };
+    let urls: Vec<String> = config.server.iter().map(url).collect();
     env.insert("DISAGG_BACKEND".into(), config.transport.backend.name().into());
     env.insert("DISAGG_STORE_ID".into(), run.store_id.clone().unwrap_or_else(|| run.id.clone()));
     env.insert(

@@ -42,7 +42,7 @@ fn none(_: &str) -> Option<String> {
 }
 
 fn load(text: &str) -> Result<Loaded> {
-    Loaded::text(text, none)
+    Loaded::text(text, Syntax::Toml, none)
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn the_environment_beats_the_file_and_every_source_is_told() {
         "MOONCAKE_RDMA_DEVICES" => Some(String::new()), // empty is not set
         _ => None,
     };
-    let loaded = Loaded::text(GOOD, environment).unwrap();
+    let loaded = Loaded::text(GOOD, Syntax::Toml, environment).unwrap();
     assert_eq!(loaded.config.transport.arena.unwrap().0.get(), 16 << 30);
     assert!(!loaded.config.trainer.async_ack);
     let explained = loaded.explain();
@@ -152,11 +152,11 @@ fn the_environment_beats_the_file_and_every_source_is_told() {
         ("SGLANG_SPEC_CAPTURE_GPU_PUT", "0", "conflicts"),
     ] {
         let variable = |n: &str| (n == name).then(|| value.to_owned());
-        let error = Loaded::text(GOOD, variable).unwrap_err().to_string();
+        let error = Loaded::text(GOOD, Syntax::Toml, variable).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
     let both = |name: &str| name.ends_with("ARENA_BYTES").then(|| "1GiB".to_owned());
-    assert!(Loaded::text(GOOD, both).unwrap_err().to_string().contains("set twice"));
+    assert!(Loaded::text(GOOD, Syntax::Toml, both).unwrap_err().to_string().contains("set twice"));
 }
 
 #[test]
@@ -192,4 +192,114 @@ fn the_other_backends_plan_too_and_the_schema_knows_every_section() {
     for section in ["run", "transport", "server", "producer", "trainer", "mooncake"] {
         assert!(schema["properties"][section].is_object(), "{section}: {schema}");
     }
+}
+
+/// [`GOOD`] in the other language.
+const GOOD_YAML: &str = r#"
+# The same run.
+run:
+  id: run0
+  strategy: dspark
+  hidden: 5120
+  layers: [5, 19, 33, 47, 61]
+  max_length: 8192
+  model: some/model
+  control_dir: control
+transport:
+  backend: mooncake_gpu_direct
+  protocol: nvlink
+  arena: 32GiB
+  receive_buffers: cuda
+  force_mnnvl: true
+server:
+  - {host: 10.0.0.2, port: 30000, control_port: 30001, gpus: [0, 1, 2, 3]}
+  - host: 10.0.0.2
+    port: 31000
+    gpus: [4, 5, 6, 7]
+producer:
+  command: [python, train.py, --role, "producer's own"]
+trainer:
+  ranks: 2
+  batch: 4
+  accumulation: 2
+"#;
+
+#[test]
+fn a_run_says_the_same_in_both_languages() {
+    let yaml = |text: &str| Loaded::text(text, Syntax::Yaml, none);
+    let loaded = yaml(GOOD_YAML).unwrap();
+    assert_eq!(loaded.config, load(GOOD).unwrap().config);
+    assert_eq!(loaded.explain(), load(GOOD).unwrap().explain());
+    for (from, to, part) in [
+        ("batch: 4", "bacth: 4", "did you mean batch"),
+        ("batch: 4", "batch: 4\n  batch: 5", "batch"),
+        ("protocol: nvlink", "protocol: nvlnk", "did you mean nvlink"),
+        ("force_mnnvl: true", "force_mnnvl: yes", "force_mnnvl"),
+        ("batch: 4", "batch: ~", "unit value"),
+        ("  arena: 32GiB\n", "", "SGLANG_SPEC_CAPTURE_ARENA_BYTES"),
+        ("layers: [5", "layers: [[5", "at line 8"),
+    ] {
+        assert!(GOOD_YAML.contains(from), "{from}");
+        let error = yaml(&GOOD_YAML.replacen(from, to, 1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConfigInvalid, "{error}");
+        assert!(error.to_string().contains(part), "{part}: {error}");
+    }
+    // A file that would grow without end is refused, not read.
+    let mut bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n".to_owned();
+    for (name, of) in ('b'..='k').zip('a'..) {
+        bomb +=
+            &format!("{name}: &{name} [*{of}, *{of}, *{of}, *{of}, *{of}, *{of}, *{of}, *{of}]\n");
+    }
+    assert_eq!(yaml(&bomb).unwrap_err().kind(), ErrorKind::ConfigInvalid);
+    let folder = tempfile::tempdir().unwrap();
+    for (name, text) in [("run.yml", GOOD_YAML), ("run.YAML", GOOD_YAML), ("run.toml", GOOD)] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        assert_eq!(Loaded::file(&path, none).unwrap().config, loaded.config, "{name}");
+    }
+}
+
+#[test]
+fn a_capture_server_of_ours_is_told_addresses_it_can_listen_at() {
+    let shm = GOOD
+        .replacen("mooncake_gpu_direct", "shm", 1)
+        .replacen("protocol = \"nvlink\"\n", "", 1)
+        .replacen("force_mnnvl = true\n", "", 1);
+    let plan = load(&shm.replace("10.0.0.2", "localhost")).unwrap().plan();
+    assert!(plan.roles[0].argv.contains(&"--http=127.0.0.1:30000".to_owned()), "{plan:?}");
+    let plan = load(&shm.replace("10.0.0.2", "2001:db8::1")).unwrap().plan();
+    for part in ["--http=[2001:db8::1]:30000", "--data=[2001:db8::1]:0"] {
+        assert!(plan.roles[0].argv.contains(&part.to_owned()), "{plan:?}");
+    }
+    let urls = &plan.roles[2].env["DISAGG_SERVER_URLS"];
+    assert_eq!(urls, "http://[2001:db8::1]:30000,http://[2001:db8::1]:31000");
+    for name in ["gpu-node-7", "fe80::1%eth0"] {
+        let error = load(&shm.replace("10.0.0.2", name)).unwrap_err().to_string();
+        assert!(error.contains("server.host") && error.contains(name), "{error}");
+        assert!(error.contains("--advertise"), "what to do: {error}");
+    }
+    // Inference servers take names.
+    load(&GOOD.replace("10.0.0.2", "gpu-node-7")).unwrap();
+}
+
+#[test]
+fn d21_refusals_have_the_words_that_people_search_for() {
+    let rdma = GOOD.replacen("\"nvlink\"", "\"rdma\"", 1).replacen("force_mnnvl = true\n", "", 1);
+    for (text, words) in [
+        (GOOD.replacen("arena = \"32GiB\"\n", "", 1), "SGLANG_SPEC_CAPTURE_ARENA_BYTES"),
+        (GOOD.replacen("\"cuda\"", "\"pinned\"", 1), "receive_buffers=cuda"),
+        (GOOD.replacen("force_mnnvl", "gpu_put = false\nforce_mnnvl", 1), "conflicts"),
+        (
+            rdma.replacen("\"rdma\"", "\"tcp\"", 1)
+                .replacen("mooncake_gpu_direct", "mooncake", 1)
+                .replacen("[transport]", "[transport]\ngpu_put = true", 1),
+            "requires MOONCAKE_PROTOCOL=rdma",
+        ),
+    ] {
+        let error = load(&text).unwrap_err().to_string();
+        assert!(error.contains(words), "{words}: {error}");
+    }
+    let staged = rdma.replacen("[transport]", "[transport]\ngpu_put = false", 1);
+    let notes = load(&staged).unwrap().notes.join("; ");
+    assert!(notes.contains("CPU staging"), "{notes}");
 }
