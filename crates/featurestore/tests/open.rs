@@ -98,3 +98,29 @@ async fn a_missing_token_is_asked_for_and_a_given_one_opens() {
         .token(Secret::new("correct horse battery").unwrap());
     FeatureStore::open(&config, &[control]).await.unwrap().close().await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn d21_only_the_capture_server_writes() {
+    use transport_core::{
+        Dtype, FeatureName, Generation, Publication, PublishOptions, Ready, RegionSlice, SampleId,
+        SampleKey, StoreId, Tensor, TensorMeta,
+    };
+    let (_, _, control) = serve(&[]).await;
+    for transport in [TransportChoice::Shm, TransportChoice::Tcp] {
+        let config = Config::default().transport(transport).pool("1MiB".parse().unwrap());
+        let store = FeatureStore::open(&config, std::slice::from_ref(&control)).await.unwrap();
+        let key = SampleKey::new(
+            StoreId::new("run").unwrap(),
+            SampleId::new("run:task-1").unwrap(),
+            Generation(1),
+        );
+        let meta = TensorMeta::new(Dtype::Uint8, [4]).unwrap();
+        let tensor = Tensor::new(meta, RegionSlice::copy_of(&[1; 4])).unwrap();
+        let tensors = [(FeatureName::new("x").unwrap(), tensor)].into();
+        let batch = vec![Publication::new(key, tensors, Ready::Now)];
+        let error = store.samples().put(batch, PublishOptions::default()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{transport}: {error}");
+        assert!(error.to_string().contains("written by the capture server"), "{error}");
+        store.close().await.unwrap();
+    }
+}

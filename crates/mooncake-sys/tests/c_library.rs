@@ -193,8 +193,12 @@ fn a_missing_or_wrong_library_is_explained() {
     let first = dir.path().join("libfirst.so");
     let error = StoreLibrary::load(&LibraryOptions::at(&stub).preload(&first)).unwrap_err();
     assert!(error.context("tried").unwrap().contains("libfirst.so"), "{error}");
+}
 
-    // One function short: named, not called through a null pointer.
+/// Named, not called through a null pointer.
+#[test]
+fn d12_a_library_without_a_function_that_is_needed_is_refused_by_its_name() {
+    let dir = tempfile::tempdir().unwrap();
     let short = STORE.replace("mooncake_store_remove", "mooncake_store_remove_it");
     let short = support::compile(dir.path(), "libshort.so", &short);
     let error = StoreLibrary::load(&LibraryOptions::at(&short)).unwrap_err();

@@ -128,7 +128,7 @@ impl Publisher {
 }
 
 #[test]
-fn a_batch_is_copied_behind_its_events_and_is_there_when_it_is_described() {
+fn d24_a_batch_is_copied_behind_its_events_and_is_there_when_it_is_described() {
     let publisher = publisher(ArenaPeers::NvlinkIntra);
     let stream = publisher.device.stream().unwrap();
     let batch = vec![publisher.sample("a", &stream, 10), publisher.sample("b", &stream, 20)];
@@ -189,7 +189,7 @@ fn samples_of_one_event_wait_once_and_host_events_are_waited_for() {
 }
 
 #[test]
-fn a_cpu_tensor_needs_cuda_captures() {
+fn d21_a_cpu_tensor_needs_cuda_captures() {
     let publisher = publisher(ArenaPeers::NvlinkIntra);
     for dtype in [Dtype::Bfloat16, Dtype::Float32, Dtype::Float8E4m3fn] {
         let data = RegionSlice::copy_of(&[1; 64]);

@@ -44,7 +44,7 @@ fn a_full_arena_waits_for_a_free_and_then_places_at_the_start() {
 }
 
 #[test]
-fn no_room_within_the_deadline_says_who_is_in_the_way() {
+fn d21_no_room_within_the_deadline_says_who_is_in_the_way() {
     let arena = arena(4096);
     place(&arena, "a", 4000);
     let error = arena.reserve_blocking(vec![plan("b", &[1000])], soon(50)).unwrap_err();
@@ -79,13 +79,14 @@ fn what_can_never_fit_is_refused_without_waiting() {
 }
 
 #[test]
-fn an_existing_key_is_refused_unless_it_is_replaced() {
+fn d22_an_existing_key_is_refused_unless_it_is_replaced() {
     let arena = arena(1 << 20);
     place(&arena, "a", 100);
     let error = arena.reserve_blocking(vec![plan("a", &[100])], soon(50)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AlreadyExists);
     assert!(error.to_string().contains("already exists"), "{error}");
-    assert_eq!(arena.health_blocking().unwrap().arena_free_bytes, (1 << 20) - 512);
+    let health = arena.health_blocking().unwrap();
+    assert_eq!((health.arena_free_bytes, health.resident_objects), ((1 << 20) - 512, 1));
     let options = ReserveOptions::default().replace(true);
     let new = arena.reserve_blocking(vec![plan("a", &[100])], options).unwrap();
     assert_eq!(
@@ -97,7 +98,7 @@ fn an_existing_key_is_refused_unless_it_is_replaced() {
 }
 
 #[test]
-fn the_reference_publication() {
+fn d23_the_reference_publication() {
     let arena = arena(1 << 20);
     let sizes = [3 * 8 * 2, 3 * 4 * 4, 3 * 8];
     let mut batch = arena.reserve_blocking(vec![plan("nv", &sizes)], soon(50)).unwrap();

@@ -410,3 +410,60 @@ fn d26_a_failure_stops_later_steps_and_checkpoints_and_names_its_step() {
     assert!(ack.flush().is_err(), "no checkpoint");
     assert_eq!(ack.durable(), Some(1));
 }
+
+#[test]
+fn a_full_disk_makes_nothing_durable_and_frees_nothing() {
+    let mut run = Run::new();
+    run.publish(0..600);
+    let options = LedgerOptions { max_bytes: Some(1), ..LedgerOptions::default() };
+    let path = run.folder.path().join("ledger.db");
+    assert!(Ledger::open(&path, "run", options).is_err(), "not even the tables fit");
+    let (_, samples) = run.samples();
+    let (mut room, mut refused) = (40, None);
+    while refused.is_none() {
+        room += 1;
+        // A little more room each time, until handing out fits and the step does not.
+        std::fs::remove_file(&path).ok();
+        let options = LedgerOptions { max_bytes: Some(room << 12), ..LedgerOptions::default() };
+        let reader = RefReader::open(run.folder.path()).unwrap();
+        let Ok(ledger) = Ledger::open(&path, "run", options) else { continue };
+        let resume =
+            if reader.claim_quantum(600, false).is_ok() { Resume::Fresh } else { Resume::At(None) };
+        let Ok(mut authority) = Authority::new(reader, ledger, 1, 600, resume) else { continue };
+        let Ok(Some(window)) = authority.poll() else { continue };
+        let trained = run.train(&samples, &window.concat());
+        let mut acknowledger = run.alone(&samples, authority);
+        refused = Some(acknowledger.acknowledge(&Step::new(1, trained)));
+    }
+    let error = refused.expect("set above").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::CapacityExceeded, "{error}");
+    assert_eq!((error.context("step"), run.resident()), (Some("1"), 600), "nothing is freed");
+    assert_eq!(run.writer.settled().unwrap(), 0, "and the producer is told nothing");
+    let ledger = run.ledger().unwrap();
+    assert_eq!((ledger.marker(), ledger.in_flight().unwrap().len()), (None, 600));
+}
+
+#[test]
+fn a_last_step_may_be_smaller_than_the_others() {
+    let mut run = Run::new();
+    run.publish(0..5);
+    let (_, samples) = run.samples();
+    let mut authority = run.authority(1, 3, Resume::Fresh).unwrap();
+    let first = authority.poll().unwrap().unwrap().concat();
+    assert!(authority.last_window().is_err(), "more may come");
+    run.writer = {
+        let (folder, writer) = (tempfile::tempdir().unwrap(), run.writer);
+        writer.close().unwrap();
+        RefWriter::open(folder.path()).unwrap()
+    };
+    assert!(authority.poll().unwrap().is_none());
+    let last = authority.last_window().unwrap().unwrap().concat();
+    assert_eq!((names(&last).len(), authority.last_window().unwrap()), (2, None));
+    let steps = [first, last].map(|refs| run.train(&samples, &refs));
+    let mut acknowledger = run.alone(&samples, authority).batch(1);
+    for (step, trained) in (1..).zip(steps) {
+        let boundary = acknowledger.acknowledge(&Step::new(step, trained.clone())).unwrap();
+        assert_eq!(boundary.acknowledged, trained.len() as u64);
+    }
+    assert_eq!(run.resident(), 0);
+}

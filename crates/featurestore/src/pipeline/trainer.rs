@@ -172,8 +172,7 @@ impl Loop {
         marks: Marks,
         runtime: Handle,
     ) -> Result<Self> {
-        let mut options = LedgerOptions::default();
-        options.observer = marks.observer();
+        let options = LedgerOptions { observer: marks.observer(), ..LedgerOptions::default() };
         let ledger = Ledger::open(&start.ledger, &start.run, options)?;
         let reader = RefReader::open(&start.folder)?;
         let authority = Authority::new(reader, ledger, 1, start.quantum, Resume::Fresh)?;
@@ -187,12 +186,14 @@ impl Loop {
             Acknowledger::new(group, samples.clone(), Some(authority.clone()), runtime.clone())?
                 .observed(marks.observer())
                 .batch(if start.serial { 1 } else { usize::MAX });
-        let mut options = ConsumerOptions::default();
-        options.deadline = deadline;
-        options.in_flight = if start.serial { 1 } else { AHEAD };
-        options.refill_at = if start.serial { 0 } else { REFILL_AT };
-        // Half of the pool: the rest is for the sample that is compared, and against fragments.
-        options.max_bytes = (!views).then_some(start.pool_bytes / 2);
+        let options = ConsumerOptions {
+            deadline,
+            in_flight: if start.serial { 1 } else { AHEAD },
+            refill_at: if start.serial { 0 } else { REFILL_AT },
+            // Half of the pool: the rest is for the sample that is compared, and against fragments.
+            max_bytes: (!views).then_some(start.pool_bytes / 2),
+            layout: None, // what the server was asked for was checked when it answered
+        };
         Ok(Self {
             consumer: Consumer::new(samples.clone(), options),
             ack: BackgroundAck::start(ack)?,

@@ -53,6 +53,9 @@ type Call = (usize, u64, Answer);
 /// A captured sample, the server that has it, and the room that it takes there.
 type Placed = (Captured, usize, u64);
 
+/// Is told about each sample as it is captured.
+type Watch = Box<dyn FnMut(&Descriptor) + Send>;
+
 /// The producer of one run.
 pub struct Producer {
     options: ProducerOptions,
@@ -75,7 +78,7 @@ pub struct Producer {
     handled: HashSet<(SampleId, u32)>, // losses that are being captured again
     failures: Vec<Error>,
     room: Arc<Mutex<Option<u64>>>, // largest free range of the roomiest arena
-    watch: Option<Box<dyn FnMut(&Descriptor) + Send>>,
+    watch: Option<Watch>,
     produced: Produced,
 }
 

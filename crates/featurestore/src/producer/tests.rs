@@ -33,6 +33,8 @@ enum Does {
     BadRow,
     /// Answers rows in another order.
     Reversed,
+    /// Answers each row twice.
+    Twice,
     /// Puts the request off.
     Busy,
     /// Fails.
@@ -110,6 +112,9 @@ async fn generate(State(server): State<Arc<Server>>, body: Bytes) -> (StatusCode
     }
     if does == Does::Reversed {
         rows.reverse();
+    }
+    if does == Does::Twice {
+        rows = rows.into_iter().flat_map(|row| [row.clone(), row]).collect();
     }
     let mut out = Vec::new();
     write_response(&mut out, request.form, request.batched, &rows).unwrap();
@@ -272,6 +277,92 @@ async fn a_row_that_failed_is_tried_again_alone_and_rows_out_of_order_are_refuse
 }
 
 #[tokio::test]
+async fn an_answer_that_comes_twice_is_refused_and_leaves_nothing() {
+    let (server, url) = Server::start(&[Does::Twice], Does::Good).await;
+    let Client { samples, client, .. } = client(&server, &url);
+    let answer = client.capture(&url, tasks(2)).await;
+    for (_, outcome) in &answer.prompts {
+        let error = outcome.as_ref().unwrap_err();
+        assert!(error.to_string().contains("not one row per prompt"), "{error}");
+    }
+    assert_eq!((samples.health().resident_samples, samples.health().provisional), (0, 2));
+    assert_eq!(samples.reclaim().await.unwrap(), 2);
+    assert_eq!(server.resident().await, 0);
+}
+
+/// Serial: what is captured is published once captures rest, and they rest until it is settled.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_overlap_captures_rest_while_consumers_read() {
+    let (server, url) = Server::start(&[], Does::Good).await;
+    let Client { samples, client, .. } = client(&server, &url);
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = options(&[&url]);
+    options.ordered = false;
+    options.overlap = false;
+    let captured = Arc::new(Mutex::new(0_u64));
+    let counting = captured.clone();
+    let producer = Producer::new(options, client, samples, folder.path(), marks()).unwrap();
+    let producer = producer.watched(move |_| *counting.lock() += 1);
+    let running = tokio::spawn(producer.run(List::new(30)));
+    let mut reader = RefReader::open(folder.path()).unwrap();
+    let mut seen = 0;
+    while seen < 30 {
+        let polled = reader.poll(100).unwrap();
+        if polled.refs.is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            continue;
+        }
+        seen += polled.refs.len() as u64;
+        let before = *captured.lock();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let polled = reader.poll(100).unwrap();
+        seen += polled.refs.len() as u64; // of the same publication
+        assert_eq!((seen, *captured.lock()), (before, before), "all of it, and nothing more");
+        reader.settle(seen).unwrap();
+    }
+    let produced = running.await.unwrap().unwrap();
+    assert_eq!((produced.published, server.resident().await), (30, 30));
+}
+
+/// What would not fit into the arenas is not sent; where nothing would make room, that is an error.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_sent_that_does_not_fit_beside_what_is_not_settled() {
+    let room = |count: usize| (0..count).map(|i| layout().bytes(task(i).tokens())).sum::<u64>();
+    for (fits, ends_well) in [(6, true), (2, false)] {
+        let (server, url) = Server::start(&[], Does::Good).await;
+        let Client { samples, client, .. } = client(&server, &url);
+        let folder = tempfile::tempdir().unwrap();
+        let mut options = options(&[&url]);
+        options.arenas = vec![room(fits)];
+        options.routing = Routing::MostRoom;
+        let producer = Producer::new(options, client, samples, folder.path(), marks()).unwrap();
+        let running = tokio::spawn(producer.run(List::new(20)));
+        let mut reader = RefReader::open(folder.path()).unwrap();
+        let (mut seen, mut most, mut settled) = (0, 0, 0);
+        let error = loop {
+            match reader.poll(100) {
+                Ok(polled) if polled.ended => break None,
+                Ok(polled) => seen += polled.refs.len() as u64,
+                Err(error) => break Some(error),
+            }
+            most = most.max(seen - settled);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            settled = seen / 4 * 4; // whole windows
+            reader.settle(settled).unwrap();
+        };
+        let outcome = running.await.unwrap();
+        assert_eq!((outcome.is_ok(), error.is_none()), (ends_well, ends_well), "{outcome:?}");
+        if ends_well {
+            assert!((4..=8).contains(&most), "{most} in room for {fits}");
+        } else {
+            let error = outcome.unwrap_err();
+            assert!(error.to_string().contains("smaller quantum"), "{error}");
+            assert_eq!(error.context("unacknowledged_samples"), Some("2"), "{error}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_late_answer_is_a_failure_and_is_reclaimed() {
     let (server, url) = Server::start(&[Does::Late], Does::Good).await;
     let timeout = Duration::from_millis(100);
@@ -308,7 +399,8 @@ async fn settle_all(folder: &std::path::Path, end: usize) -> Vec<String> {
     let mut reader = RefReader::open(folder).unwrap();
     let mut ids = Vec::new();
     for _ in 0..2000 {
-        let polled = reader.poll(100).unwrap();
+        // A producer that fails ends the channel for its readers; what it published stays there.
+        let Ok(polled) = reader.poll(100) else { return published(folder) };
         ids.extend(polled.refs.iter().map(|r| r.sample_id.to_string()));
         reader.settle(ids.len() as u64).unwrap();
         if polled.ended || ids.len() >= end {
@@ -317,6 +409,12 @@ async fn settle_all(folder: &std::path::Path, end: usize) -> Vec<String> {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     panic!("only {} published", ids.len());
+}
+
+fn published(folder: &std::path::Path) -> Vec<String> {
+    let text = std::fs::read_to_string(folder.join("refs.jsonl")).unwrap();
+    let id = |line: &str| SampleRef::parse(line.as_bytes()).unwrap().sample_id.to_string();
+    text.lines().map(id).collect()
 }
 
 fn options(urls: &[&String]) -> ProducerOptions {

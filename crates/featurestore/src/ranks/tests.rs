@@ -131,3 +131,21 @@ fn missing_ranks_are_named() {
     let error = Group::lead(listener, options).unwrap_err();
     assert_eq!(error.context("missing"), Some("1,2"), "{error}");
 }
+
+#[test]
+fn d19_a_connection_that_is_reset_is_made_again() {
+    let (first, address) = listener();
+    let joining = thread::spawn(move || Group::join(address, 1, options(2)).map(|g| g.rank()));
+    // A leader that dies with the connection: unread bytes make the kernel reset it.
+    let (stream, _) = first.accept().unwrap();
+    stream.peek(&mut [0; 1]).unwrap();
+    drop((stream, first));
+    let listener = loop {
+        match TcpListener::bind(address) {
+            Ok(listener) => break listener,
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    Group::lead(listener, options(2)).unwrap();
+    assert_eq!(joining.join().unwrap().unwrap(), 1);
+}

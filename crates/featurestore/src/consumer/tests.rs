@@ -1,0 +1,206 @@
+use std::time::Instant;
+
+use indexmap::IndexMap;
+use transport_core::{
+    Dtype, FeatureName, Generation, MemoryTransport, Publication, PublishOptions, Ready,
+    RegionSlice, Release, SampleKey, StoreId, Tensor, TensorMeta, Transport,
+};
+
+use super::*;
+use crate::{layout::Strategy, lifecycle::Retention};
+
+async fn published(publisher: &MemoryTransport, count: usize) -> Vec<Arc<Descriptor>> {
+    let sample = |i| {
+        let id = SampleId::new(format!("s-{i}")).unwrap();
+        let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
+        let meta = TensorMeta::new(Dtype::Uint8, [1, 1]).unwrap();
+        let tensor = Tensor::new(meta, RegionSlice::copy_of(&[i as u8])).unwrap();
+        let tensors = IndexMap::from([(FeatureName::new("x").unwrap(), tensor)]);
+        Publication::new(key, tensors, Ready::Now)
+    };
+    let batch = (0..count).map(sample).collect();
+    let described = publisher.publish(batch, PublishOptions::default()).await.unwrap();
+    described.into_iter().map(Arc::new).collect()
+}
+
+async fn store(count: usize) -> (MemoryTransport, Arc<Samples>, Vec<Arc<Descriptor>>) {
+    let publisher = MemoryTransport::builder().arena_bytes(1 << 20).build().unwrap();
+    let described = published(&publisher, count).await;
+    let samples = Samples::over(Arc::new(publisher.client()), Retention::default());
+    (publisher, Arc::new(samples), described)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn samples_come_in_order_several_under_way_and_lost_ones_are_named() {
+    let (publisher, samples, all) = store(20).await;
+    let gone = Release::from(all[7].clone());
+    publisher.release(vec![gone]).await.unwrap();
+    let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+    consumer.feed(all).unwrap();
+    assert_eq!(consumer.len(), 20);
+    for i in 0..20_u8 {
+        match consumer.next().await.unwrap().unwrap() {
+            Materialized::Ready(leased) => {
+                assert_eq!(leased.tensors["x"].data.as_ref(), [i]);
+                samples.release(&leased.token).await;
+            }
+            Materialized::Lost(id, error) => {
+                assert_eq!((i, id.as_str()), (7, "s-7"), "{error}");
+            }
+        }
+    }
+    assert!(consumer.next().await.unwrap().is_none() && consumer.is_empty());
+    assert_eq!(samples.health().active_leases, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d20_closing_gives_back_what_was_never_returned_and_leaves_no_lease() {
+    let (_publisher, samples, all) = store(10).await;
+    let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+    consumer.feed(all.clone()).unwrap();
+    let Some(Materialized::Ready(first)) = consumer.next().await.unwrap() else {
+        panic!("the first is there");
+    };
+    samples.release(&first.token).await;
+    let left = consumer.close(Duration::from_secs(5)).await;
+    assert_eq!(left, all[1..]);
+    assert_eq!(samples.health().active_leases, 0);
+    // They may be handed out again.
+    let mut again = Consumer::new(samples.clone(), ConsumerOptions::default());
+    again.feed(left).unwrap();
+    assert!(matches!(again.next().await.unwrap(), Some(Materialized::Ready(_))));
+    drop(again);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d20_closing_is_bounded_when_a_reading_stalls() {
+    let (_publisher, samples, all) = store(3).await;
+    let reading = {
+        let (samples, sample) = (samples.clone(), all[0].clone());
+        tokio::spawn(async move {
+            samples.adopt(std::slice::from_ref(&sample)).await?;
+            std::future::pending::<Result<Leased>>().await
+        })
+    };
+    let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+    consumer.reading.push_back((all[0].clone(), reading));
+    consumer.bytes += all[0].nbytes();
+    consumer.waiting.extend(all[1..].iter().cloned());
+    let start = Instant::now();
+    let left = consumer.close(Duration::from_millis(100)).await;
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert_eq!(left, all);
+    assert_eq!(samples.health().active_leases, 0);
+}
+
+/// The channel's lines, a copying transport, and two EAGLE3 samples of lengths 6 and 9.
+#[tokio::test(flavor = "multi_thread")]
+async fn d25_eagle3_samples_come_through_refs_byte_by_byte() {
+    use crate::channel::{RefReader, RefWriter};
+    use control_proto::sample_ref::SampleRef;
+    let layout = Layout::new(Strategy::Eagle3, 4, vec![1, 3, 5]).unwrap();
+    let publisher = MemoryTransport::builder().arena_bytes(1 << 20).build().unwrap();
+    let fill = |len: u64, at: usize| (0..len).map(|i| (i as usize * 31 + at) as u8).collect();
+    let sample = |tokens: u64| {
+        let shapes = [
+            ("hidden_state", Dtype::Bfloat16, vec![1, tokens, 12]),
+            ("target", Dtype::Bfloat16, vec![1, tokens, 4]),
+            ("input_ids", Dtype::Int64, vec![1, tokens]),
+            ("loss_mask", Dtype::Int64, vec![1, tokens]),
+            ("attention_mask", Dtype::Int64, vec![1, tokens]),
+        ];
+        let tensor = |(at, (name, dtype, shape)): (usize, (&str, Dtype, Vec<u64>))| {
+            let meta = TensorMeta::new(dtype, shape).unwrap();
+            let bytes: Vec<u8> = fill(meta.nbytes(), at);
+            let tensor = Tensor::new(meta, RegionSlice::copy_of(&bytes)).unwrap();
+            (FeatureName::new(name).unwrap(), tensor)
+        };
+        let id = SampleId::new(format!("run:task-{tokens}")).unwrap();
+        let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
+        let tensors = shapes.into_iter().enumerate().map(tensor).collect();
+        let mut publication = Publication::new(key, tensors, Ready::Now);
+        publication.aux_layer_ids = Some(vec![1, 3, 5]);
+        publication
+    };
+    let batch = vec![sample(6), sample(9)];
+    let described = publisher.publish(batch, PublishOptions::default()).await.unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let refs: Vec<_> =
+        described.iter().map(|d| SampleRef::new(d, "run", None, "eagle3").unwrap()).collect();
+    RefWriter::open(folder.path()).unwrap().publish(&refs).unwrap();
+
+    let read = RefReader::open(folder.path()).unwrap().poll(9).unwrap().refs;
+    let client = Arc::new(publisher.client());
+    let samples = Arc::new(Samples::over(client, Retention::default()));
+    let options = ConsumerOptions { layout: Some(layout), ..ConsumerOptions::default() };
+    let mut consumer = Consumer::new(samples, options);
+    consumer.feed(read.iter().map(|r| Arc::new(r.descriptor().unwrap()))).unwrap();
+    for tokens in [6, 9] {
+        let Some(Materialized::Ready(leased)) = consumer.next().await.unwrap() else {
+            panic!("it is there");
+        };
+        assert_eq!(leased.descriptor.features["target"].meta.shape(), [1, tokens, 4]);
+        for (at, tensor) in leased.tensors.values().enumerate() {
+            let expected: Vec<u8> = fill(tensor.meta.nbytes(), at);
+            assert_eq!(tensor.data.as_ref(), expected);
+        }
+    }
+}
+
+/// A receive pool with room for two and a half samples, and four readings at a time: they wait for
+/// room, and none waits for another for ever.
+#[cfg(feature = "direct")]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_pool_delays_and_the_first_in_line_gets_the_room() {
+    use capture_arena::{Arena, ArenaConfig, Backing, RegionPool, ReserveOptions, SamplePlan};
+    use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine, SinkConfig};
+    const BYTES: u64 = 64 << 10;
+    let arena = Arena::start(Backing::heap(4 << 20).unwrap(), ArenaConfig::default()).unwrap();
+    let sink = CaptureSink::start(arena, SinkConfig::default()).unwrap();
+    let plan = |i| {
+        let id = SampleId::new(format!("s-{i}")).unwrap();
+        let sample = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
+        let meta = TensorMeta::new(Dtype::Uint8, [BYTES]).unwrap();
+        SamplePlan { sample, objects: vec![(FeatureName::new("x").unwrap(), meta)], holder: None }
+    };
+    for max_bytes in [None, Some(BYTES)] {
+        let plans: Vec<_> = (0..24).map(plan).collect();
+        let mut batch = sink.reserve(plans, ReserveOptions::default()).await.unwrap();
+        (0..24).for_each(|i| batch.bytes_mut(i, 0).fill(i as u8));
+        let all: Vec<_> = batch.publish().await.unwrap().into_iter().map(Arc::new).collect();
+        let pool = RegionPool::new(Backing::heap(BYTES * 5 / 2).unwrap()).unwrap();
+        let transport = DirectTransport::builder().engine(Engine::Tcp).pool(pool).build().unwrap();
+        let samples = Arc::new(Samples::over(Arc::new(transport), Retention::default()));
+        let options = ConsumerOptions { max_bytes, ..ConsumerOptions::default() };
+        let mut consumer = Consumer::new(samples.clone(), options);
+        consumer.feed(all.clone()).unwrap();
+        let mut before = None; // held while the next one is waited for, as a training loop does
+        for i in 0..24_u8 {
+            let next = tokio::time::timeout(Duration::from_secs(20), consumer.next()).await;
+            let leased = match next.expect("in time").unwrap().expect("fed") {
+                Materialized::Ready(leased) => leased,
+                Materialized::Lost(id, error) => panic!("{id} is there: {error}"),
+            };
+            assert!(leased.tensors["x"].data.as_ref().iter().all(|&byte| byte == i));
+            samples.release(&leased.token).await;
+            before.replace(leased);
+        }
+        drop(before);
+        assert!(consumer.is_empty() && consumer.active() > Duration::ZERO);
+        assert_eq!(samples.health().active_leases, 0, "max_bytes {max_bytes:?}");
+        assert_eq!(samples.settle(&all).await.freed, 24);
+        samples.transport().close().await.unwrap();
+    }
+    sink.close().await.unwrap();
+}
+
+#[tokio::test]
+async fn what_the_strategy_cannot_train_on_is_refused_before_it_is_read() {
+    let (_publisher, samples, all) = store(1).await;
+    let layout = Layout::new(Strategy::Dspark, 8, vec![1]).unwrap();
+    let options = ConsumerOptions { layout: Some(layout), ..ConsumerOptions::default() };
+    let mut consumer = Consumer::new(samples, options);
+    let error = consumer.feed(all).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    assert!(consumer.is_empty());
+}

@@ -1,0 +1,189 @@
+//! What trainers rely on today, by its numbers; the table is in `tests/tests/annex_d.rs`.
+
+mod fake;
+
+use std::{sync::Arc, time::Duration};
+
+use fake::{Cluster, FakeStore, Fault};
+use indexmap::IndexMap;
+use mooncake_sys::{
+    GetItem, KeyResults, ProviderInfo, PutItem, ReplicaPolicy, StoreApi, StoreCode,
+};
+use parking_lot::Mutex;
+use transport_core::{
+    ByteSize, Descriptor, Destination, Dtype, ErrorKind, FeatureName, FetchOptions, FetchRequest,
+    Fetched, Generation, Publication, PublishOptions, Ready, RegionSlice, Release, Result,
+    SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
+};
+use transport_mooncake_store::{StoreConfig, StoreTransport};
+
+const FEATURES: [&str; 2] = ["hidden_states", "input_ids"];
+/// How long a lease keeps an object, on the clock of the test.
+const LEASE: Duration = Duration::from_secs(1);
+
+/// A store whose leases also hold up forced removals, as older ones do. Asking whether a key exists
+/// renews its lease, as the real one does.
+#[derive(Debug)]
+struct Leasing {
+    inner: Arc<FakeStore>,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    now: Duration,
+    leased_until: Duration,
+    probes: usize,
+    forced: Vec<bool>,
+}
+
+impl StoreApi for Leasing {
+    fn provider(&self) -> &ProviderInfo {
+        self.inner.provider()
+    }
+    fn hostname(&self) -> Result<String> {
+        self.inner.hostname()
+    }
+    fn health(&self) -> Result<()> {
+        self.inner.health()
+    }
+    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<()> {
+        // SAFETY: passed on as it came.
+        unsafe { self.inner.register(start, len) }
+    }
+    unsafe fn unregister(&self, start: *mut u8) -> Result<()> {
+        // SAFETY: passed on as it came.
+        unsafe { self.inner.unregister(start) }
+    }
+    unsafe fn put(&self, items: &[PutItem<'_>], policy: ReplicaPolicy) -> Result<KeyResults<()>> {
+        // SAFETY: passed on as it came.
+        unsafe { self.inner.put(items, policy) }
+    }
+    unsafe fn get(&self, items: &[GetItem<'_>]) -> Result<KeyResults<u64>> {
+        // SAFETY: passed on as it came.
+        unsafe { self.inner.get(items) }
+    }
+    fn exists(&self, keys: &[&str]) -> Result<KeyResults<bool>> {
+        let mut seen = self.seen.lock();
+        seen.probes += keys.len();
+        seen.leased_until = seen.now + LEASE;
+        self.inner.exists(keys)
+    }
+    fn size(&self, key: &str) -> Result<Result<u64, StoreCode>> {
+        self.inner.size(key)
+    }
+    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
+        self.inner.segments(keys)
+    }
+    fn remove(&self, keys: &[&str], force: bool) -> Result<KeyResults<()>> {
+        let mut seen = self.seen.lock();
+        seen.forced.extend(keys.iter().map(|_| force));
+        if seen.now < seen.leased_until {
+            return Ok(keys.iter().map(|_| Err(StoreCode::OBJECT_HAS_LEASE)).collect());
+        }
+        self.inner.remove(keys, force)
+    }
+    fn close(&self) -> Result<()> {
+        self.inner.close()
+    }
+}
+
+struct Bed {
+    cluster: Arc<Cluster>,
+    store: Arc<Leasing>,
+    transport: StoreTransport,
+}
+
+fn bed() -> Bed {
+    let cluster = Cluster::new();
+    let mut config = StoreConfig::default().pool(ByteSize::mib(1), ByteSize::mib(1));
+    config.removal_patience = Duration::ZERO; // the test repeats, on its own clock
+    let store = Arc::new(Leasing { inner: cluster.client(), seen: Mutex::default() });
+    let transport = StoreTransport::start(store.clone(), config).unwrap();
+    Bed { cluster, store, transport }
+}
+
+fn key(id: &str, generation: u64) -> SampleKey {
+    let store = StoreId::new("test").unwrap();
+    SampleKey::new(store, SampleId::new(id).unwrap(), Generation(generation))
+}
+
+impl Bed {
+    async fn publish(&self, sample: SampleKey) -> Arc<Descriptor> {
+        let tensor = |name: &&str| {
+            let meta = TensorMeta::new(Dtype::Int64, [1, 3]).unwrap();
+            let data = RegionSlice::copy_of(&[7; 24]);
+            (FeatureName::new(name).unwrap(), Tensor::new(meta, data).unwrap())
+        };
+        let tensors: IndexMap<_, _> = FEATURES.iter().map(tensor).collect();
+        let batch = vec![Publication::new(sample, tensors, Ready::Now)];
+        let mut described = self.transport.publish(batch, PublishOptions::default()).await.unwrap();
+        Arc::new(described.remove(0))
+    }
+
+    async fn fetch(&self, sample: &Arc<Descriptor>) -> Result<Vec<Fetched>> {
+        let request = FetchRequest::new(sample.clone(), Destination::Pool);
+        self.transport.fetch(vec![request], FetchOptions::default()).await
+    }
+
+    async fn release(&self, sample: &Arc<Descriptor>) -> transport_core::ReleaseReport {
+        self.transport.release(vec![Release::from(sample.clone())]).await.unwrap()
+    }
+}
+
+/// The lease of a reader that has looked just before is over after its second, because nothing that
+/// frees looks again: upstream asks twice a feature, each of which renews the lease.
+#[tokio::test]
+async fn d8_removals_outlive_a_lease_and_never_renew_it() {
+    let bed = bed();
+    let sample = bed.publish(key("a", 1)).await;
+    let keys = FEATURES.map(|name| format!("test/a/g1/{name}"));
+    let keys = keys.each_ref().map(String::as_str);
+    assert_eq!(bed.store.exists(&keys).unwrap(), [Ok(true), Ok(true)]);
+    let probes = bed.store.seen.lock().probes;
+    assert_eq!(bed.release(&sample).await.unconfirmed, 1, "the first attempt");
+    let mut attempts = 1;
+    let drained = loop {
+        bed.store.seen.lock().now += Duration::from_millis(250);
+        attempts += 1;
+        let drained = bed.transport.drain_removals(Duration::ZERO).await.unwrap();
+        if drained.remaining == 0 || attempts == 20 {
+            break drained;
+        }
+    };
+    assert_eq!((attempts, drained.removed), (5, 2));
+    assert_eq!(bed.store.seen.lock().probes, probes, "0 probes, where upstream counts 2 a feature");
+    assert_eq!(bed.cluster.keys(), [""; 0]);
+}
+
+/// Upstream forces only when it drains; a removal that waits for a lease is one that can be lost.
+#[tokio::test]
+async fn d9_every_pass_forces_every_feature_and_one_is_enough() {
+    let bed = bed();
+    let sample = bed.publish(key("a", 1)).await;
+    bed.fetch(&sample).await.unwrap(); // reading leases it
+    assert_eq!(bed.release(&sample).await.released, 1);
+    assert_eq!(bed.store.seen.lock().forced, [true; FEATURES.len()], "one pass, all forced");
+    let again = bed.publish(key("b", 1)).await;
+    bed.cluster.script([Fault::Remove("b/g1/input_ids", -714)]);
+    assert_eq!(bed.release(&again).await.unconfirmed, 1);
+    let drained = bed.transport.drain_removals(Duration::ZERO).await.unwrap();
+    assert_eq!((drained.removed, drained.remaining), (1, 0));
+    assert!(bed.store.seen.lock().forced.iter().all(|&forced| forced));
+    assert_eq!(bed.store.seen.lock().forced.len(), 2 * FEATURES.len() + 1, "only what was left");
+}
+
+#[tokio::test]
+async fn d13_a_short_read_and_another_generation_are_never_data() {
+    let bed = bed();
+    let sample = bed.publish(key("a", 1)).await;
+    bed.cluster.script([Fault::GetLen("hidden_states", 23)]);
+    let error = bed.fetch(&sample).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ShortRead, "{error}");
+    assert!(error.to_string().contains("short read"), "{error}");
+    bed.release(&sample).await;
+    let newer = bed.publish(key("a", 2)).await;
+    let error = bed.fetch(&sample).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    bed.fetch(&newer).await.unwrap();
+}

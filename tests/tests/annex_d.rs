@@ -1,0 +1,126 @@
+//! The assertion list of the capture data plane that trainers rely on today (annex D of its
+//! reference), by number, and the tests that hold us to it. Run one by its name:
+//! `cargo test -p featurestore --lib d15_`.
+//!
+//! | number | what | tests |
+//! |---|---|---|
+//! | D1 | one latch over samples and bytes | `d1_one_latch_over_samples_and_bytes` |
+//! | D2 | watermarks that contradict each other | `d2_marks_that_contradict_each_other_are_refused` |
+//! | D3 | a lost answer, then another attempt | `d3_a_lost_answer_is_tried_again_with_replace_and_leaves_nothing` |
+//! | D4 | a lost answer that nobody repeats | `d4_a_lost_answer_that_is_not_tried_again_is_reclaimed` |
+//! | D5 | another store's identity in one row | `d5_another_stores_identity_fails_the_whole_answer` |
+//! | D6 | reclaiming while a server is away | `d6_a_lost_answer_is_reclaimed_on_every_replica_and_kept_until_all_were_asked` |
+//! | D7 | wrong widths and layers | `d7_bad_rows_among_good_ones_are_freed_and_not_tried_again`, `d7_what_differs_is_named` |
+//! | D8 | leases in the way of removals | `d8_removals_outlive_a_lease_and_never_renew_it` |
+//! | D9 | forced removals | `d9_every_pass_forces_every_feature_and_one_is_enough` |
+//! | D10 | only what is durable is freed | `d10_settling_frees_the_durable_and_spares_the_prefetched` |
+//! | D11 | drains are bounded | `d11_a_drain_is_bounded_and_hides_no_leak` |
+//! | D12 | a store that lacks a call | `d12_a_library_without_a_function_that_is_needed_is_refused_by_its_name` |
+//! | D13 | short reads, other generations | `d13_a_short_read_and_another_generation_are_never_data` |
+//! | D14 | the channel | `d14_a_partial_trailing_line_is_not_parsed_and_a_restart_cuts_it_off`, `d14_a_partial_write_publishes_the_complete_prefix_only`, `d14_lines_stay_published_when_fsync_fails`, `d14_the_quantum_is_claimed_once_and_does_not_change_on_resume`, `d14_failure_wins_over_closed_and_closing_drains_everything` |
+//! | D15 | windows, duplicates, tails, resumes | `d15_windows_are_whole_and_equal_and_duplicates_go_out_once`, `d15_a_resume_skips_the_trained_and_hands_the_rest_to_another_number_of_ranks`, `d15_the_settled_count_is_repaired_after_a_crash_between_commit_and_settling` |
+//! | D16 | ranks acknowledge together | `d16_the_union_is_recorded_once_and_each_rank_frees_its_own`, `d16_a_cleanup_failure_on_one_rank_reaches_all_after_the_step_is_durable` |
+//! | D17 | what cannot be resumed | `d17_what_cannot_be_resumed_is_refused` |
+//! | D18 | several servers, dead servers, the hard cap | `d18_two_servers_are_disjoint_complete_and_in_order_and_one_may_die`, `d18_all_servers_dead_is_an_error_that_fails_the_channel`, `d18_three_failures_in_a_row_drop_a_server_and_none_left_is_an_error`, `d18_the_hard_cap_frees_what_it_refuses`, `d18_a_poisoned_prompt_is_terminal_and_the_others_are_published` |
+//! | D19 | consumed targets, resets, looks: ours is a file, not an HTTP inbox | `d19_settling_is_absolute_whoever_repeats_it_and_looking_takes_nothing`, `d19_a_connection_that_is_reset_is_made_again` |
+//! | D20 | the loader | `d20_closing_gives_back_what_was_never_returned_and_leaves_no_lease`, `d20_closing_is_bounded_when_a_reading_stalls` |
+//! | D21 | the words of errors; `registration failed` has no counterpart, as no device memory is registered with a store | `d21_no_room_within_the_deadline_says_who_is_in_the_way`, `d21_a_cpu_tensor_needs_cuda_captures`, `d21_only_the_capture_server_writes`, `d21_refusals_have_the_words_that_people_search_for` |
+//! | D22 | a clash leaves the old object alone | `d22_an_existing_key_is_refused_unless_it_is_replaced` |
+//! | D23 | the reference publication | `d23_the_reference_publication` |
+//! | D24 | ready events come first | `d24_a_batch_is_copied_behind_its_events_and_is_there_when_it_is_described` |
+//! | D25 | EAGLE3 refs of two lengths | `d25_eagle3_samples_come_through_refs_byte_by_byte` |
+//! | D26 | acknowledging in the background | `d26_background_acknowledging_overlaps_lags_one_step_and_flushes`, `d26_a_failure_stops_later_steps_and_checkpoints_and_names_its_step` |
+//! | D27 | arena against a model | `small_arenas_agree_with_the_oracle`, `large_arenas_agree_with_the_oracle` |
+//! | D27 | malformed and endless control lines | `bad_lines_cost_one_error_each_and_nothing_else`, `endless_lines_are_cut_off_and_do_not_hold_up_others` |
+//! | D27 | half-open peers | `plain_lists_free_keys_split_anywhere_and_after_a_half_close` |
+//! | D27 | a free that was lost with its connection | `unanswered_frees_are_sent_again_after_a_reconnect` |
+//! | D27 | two servers and a lost answer | `a_retry_on_another_replica_does_not_strand_the_first_and_one_place_is_one` |
+//! | D27 | replacing what a reader still maps | `replacing_what_somebody_holds_never_overwrites_it` |
+//! | D27 | published equals released with repeated frees | `resident, published, released and duplicate counts are exact at every step`, `a sample that is listed twice is released once` |
+//! | D27 | a restarted server | `a_restarted_publisher_costs_at_most_one_failed_read_and_never_gives_old_bytes` |
+//! | D27 | reads while ranges are handed out | `readers_never_see_the_next_owner` |
+//! | D27 | tensors without bytes | `tensors without bytes come back beside others and alone` |
+//! | D27 | 512 samples of 79 MB, byte by byte | `the_published_load_is_planned_to_the_byte`; `pipeline --paper` in `cargo xtask soak` |
+
+//!
+//! And the public bug reports about stores of features and their configuration:
+//!
+//! | number | what | tests |
+//! |---|---|---|
+//! | F52 | a handle released twice, or after its time | `f52_a_late_or_repeated_release_never_ends_another_lease` |
+//! | F53 | a table of past handles that grows | `what_was_freed_costs_bounded_memory`, `numbered_ids_in_any_order_become_one_range` |
+//! | F54 | cleaning up stops at a missing entry | `f54_a_batch_is_freed_past_the_entries_that_cannot_be` |
+//! | F55 | freed between check and use | `reading_and_freeing_at_once_is_gone_or_read_never_a_panic` |
+//! | F56 | a wrong protocol is taken and fails later | `protocols_are_forgiving_in_form_only`, `contradictions_are_refused_with_the_reason_and_all_at_once` |
+//! | F57 | IPv6 addresses cut at their first colon | `good_names_print_as_they_were_read`, `bad_names_say_why`, `a_capture_server_of_ours_is_told_addresses_it_can_listen_at` |
+//! | F58 | sizes: units, signs, zero | `people_write_sizes_in_many_ways` |
+//! | F59 | settings that are silently unused | `the_environment_beats_the_file_and_every_source_is_told`, `a_misspelt_key_names_the_nearest`, `every_value_is_shown_with_its_source` |
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The assertions of the list, and the reports.
+const NUMBERS: [(&str, std::ops::RangeInclusive<u32>); 2] = [("D", 1..=27), ("F", 52..=59)];
+
+#[test]
+fn every_assertion_has_a_test_and_the_table_names_no_other() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    let mut sources = Vec::new();
+    for folder in ["crates", "tests"] {
+        read(&root.join(folder), &mut sources);
+    }
+    for (list, numbers) in NUMBERS {
+        check(list, numbers, &sources);
+    }
+}
+
+fn check(list: &str, numbers: std::ops::RangeInclusive<u32>, sources: &[String]) {
+    let row = format!("//! | {list}");
+    let table = include_str!("annex_d.rs").lines().filter_map(|line| line.strip_prefix(&row));
+    let mut named: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
+    for row in table {
+        let (number, rest) = row.split_once(' ').expect("a number");
+        let tests = rest.trim_end_matches(" |").rsplit_once(" | ").expect("the last column").1;
+        let quoted = tests.split('`').skip(1).step_by(2).filter(|name| !name.contains("--"));
+        let quoted = quoted.filter(|name| !name.starts_with("cargo"));
+        named.entry(number.parse().expect("a number")).or_default().extend(quoted);
+    }
+    assert!(named.keys().copied().eq(numbers), "{list}: {:?}", named.keys());
+    for (number, tests) in &named {
+        assert!(!tests.is_empty(), "{list}{number} has no test");
+        for test in tests {
+            let (function, case) = (format!("fn {test}("), format!("\"{test}\","));
+            let found = sources.iter().any(|text| text.contains(&function) || text.contains(&case));
+            assert!(found, "{list}{number}: there is no test {test}");
+        }
+    }
+    // And the other way round: what is called after a number stands in the table.
+    let letter = list.to_ascii_lowercase();
+    for text in sources {
+        let functions = text.split(&format!("fn {letter}")[..]).skip(1).collect::<Vec<_>>();
+        for name in functions.into_iter().filter_map(|rest| rest.split('(').next()) {
+            let Some((digits, _)) = name.split_once('_') else { continue };
+            let Ok(number) = digits.parse::<u32>() else { continue };
+            let name = format!("{letter}{name}");
+            let known = named.get(&number).is_some_and(|tests| tests.contains(&name.as_str()));
+            assert!(known, "{name} is not in the table");
+        }
+    }
+}
+
+/// Reads every source below `folder`, but for this one.
+fn read(folder: &Path, sources: &mut Vec<String>) {
+    let entries = fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
+    paths.sort();
+    for path in paths {
+        if path.is_dir() {
+            read(&path, sources);
+        } else if path.extension().is_some_and(|end| end == "rs") && !path.ends_with("annex_d.rs") {
+            sources.push(fs::read_to_string(&path).expect("UTF-8"));
+        }
+    }
+}
