@@ -72,9 +72,6 @@ impl StoreApi for Leasing {
     fn size(&self, key: &str) -> Result<Result<u64, StoreCode>> {
         self.inner.size(key)
     }
-    fn segments(&self, keys: &[&str]) -> Result<Option<Vec<Vec<String>>>> {
-        self.inner.segments(keys)
-    }
     fn remove(&self, keys: &[&str], force: bool) -> Result<KeyResults<()>> {
         let mut seen = self.seen.lock();
         seen.forced.extend(keys.iter().map(|_| force));
