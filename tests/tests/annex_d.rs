@@ -88,7 +88,7 @@ fn check(list: &str, numbers: std::ops::RangeInclusive<u32>, sources: &[String])
         let quoted = quoted.filter(|name| !name.starts_with("cargo"));
         named.entry(number.parse().expect("a number")).or_default().extend(quoted);
     }
-    assert!(named.keys().copied().eq(numbers), "{list}: {:?}", named.keys());
+    assert!(named.keys().copied().eq(numbers.clone()), "{list}: {:?}", named.keys());
     for (number, tests) in &named {
         assert!(!tests.is_empty(), "{list}{number} has no test");
         for test in tests {
@@ -104,6 +104,9 @@ fn check(list: &str, numbers: std::ops::RangeInclusive<u32>, sources: &[String])
         for name in functions.into_iter().filter_map(|rest| rest.split('(').next()) {
             let Some((digits, _)) = name.split_once('_') else { continue };
             let Ok(number) = digits.parse::<u32>() else { continue };
+            if !numbers.contains(&number) {
+                continue; // another table's
+            }
             let name = format!("{letter}{name}");
             let known = named.get(&number).is_some_and(|tests| tests.contains(&name.as_str()));
             assert!(known, "{name} is not in the table");
