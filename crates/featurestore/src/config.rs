@@ -299,6 +299,7 @@ fn is_foreign(name: &str) -> bool {
         "MOONCAKE_PREPARED",
         "STORE_LIBRARY_DIR",
         "TEST_NOTES",
+        "TORCH_VENV",
     ];
     of_platforms || ours.contains(&name)
 }

@@ -165,6 +165,31 @@ impl Inner {
         Ok(whole)
     }
 
+    /// The whole rollout, if another process of this host has it.
+    pub(super) async fn find_whole(
+        &self,
+        handle: &Handle,
+        entry: &Arc<Entry>,
+        root: &Root,
+        lease: &Arc<Lease>,
+        deadline: Instant,
+    ) -> Result<Option<Arc<Whole>>> {
+        let bytes = root.header.data_bytes();
+        let Some(share) = self.config.host_share.as_ref().filter(|_| bytes > 0) else {
+            return Ok(None);
+        };
+        let Some((data, shared)) = share.find(handle, bytes, deadline).await? else {
+            return Ok(None);
+        };
+        self.counters.shared(bytes);
+        self.check(root, &data, false).await?; // whoever moved it has checked it
+        let header = root.header.clone();
+        let whole = Whole { header, data, _shared: Some(shared), _lease: lease.clone() };
+        let whole = Arc::new(whole);
+        entry.set_whole(&whole);
+        Ok(Some(whole))
+    }
+
     /// A run of data samples as one slice: a view, or read into one region.
     pub(super) async fn run(
         &self,

@@ -53,19 +53,8 @@ impl HostShare {
     ) -> Result<(RegionSlice, Shared)> {
         let path = self.path(handle);
         let mut file = Locked::wait(&path, deadline).await?;
-        let lines = file.lines()?;
-        let found = lines.iter().find_map(|line| {
-            let sealed = SealedBacking::open(&line.handle()).ok()?;
-            (sealed.bytes_len() >= bytes).then_some(sealed)
-        });
-        if let Some(sealed) = found {
-            let data = sealed.slice(ArenaOffset(0), bytes).expect("just compared");
-            let own = Line::of(sealed.shared_handle());
-            // Who is gone will not be back.
-            let mut living: Vec<Line> = lines.into_iter().filter(Line::lives).collect();
-            living.push(own.clone());
-            file.write(&living)?;
-            return Ok((data, Shared { path, line: own, read_here: false }));
+        if let Some(found) = file.join(&path, bytes)? {
+            return Ok(found);
         }
         let backing = Backing::sealable(bytes)?;
         let region = RegionPool::new(backing.clone())?.take(bytes as usize)?;
@@ -87,6 +76,25 @@ impl HostShare {
         file.write(std::slice::from_ref(&own))?;
         let data = sealed.slice(ArenaOffset(0), bytes).expect("at least as long as asked for");
         Ok((data, Shared { path, line: own, read_here: true }))
+    }
+
+    /// The data of a rollout, if another process has it or is just reading it.
+    pub(super) async fn find(
+        &self,
+        handle: &Handle,
+        bytes: u64,
+        deadline: Instant,
+    ) -> Result<Option<(RegionSlice, Shared)>> {
+        let path = self.path(handle);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let mut file = Locked::wait(&path, deadline).await?;
+        let found = file.join(&path, bytes)?;
+        if found.is_none() {
+            file.remove(&path); // made by looking, or left by the dead
+        }
+        Ok(found)
     }
 
     /// Removes the file of a rollout if no living process shares it.
@@ -238,6 +246,23 @@ impl Locked {
         self.0.seek(SeekFrom::Start(0)).map_err(failed)?;
         (&self.0).take(MAX_BYTES).read_to_end(&mut text).map_err(failed)?;
         Ok(text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice(l).ok()).collect())
+    }
+
+    /// Takes part in what a living process has, if one has it.
+    fn join(&mut self, path: &Path, bytes: u64) -> Result<Option<(RegionSlice, Shared)>> {
+        let lines = self.lines()?;
+        let found = lines.iter().find_map(|line| {
+            let sealed = SealedBacking::open(&line.handle()).ok()?;
+            (sealed.bytes_len() >= bytes).then_some(sealed)
+        });
+        let Some(sealed) = found else { return Ok(None) };
+        let data = sealed.slice(ArenaOffset(0), bytes).expect("just compared");
+        let own = Line::of(sealed.shared_handle());
+        // Who is gone will not be back.
+        let mut living: Vec<Line> = lines.into_iter().filter(Line::lives).collect();
+        living.push(own.clone());
+        self.write(&living)?;
+        Ok(Some((data, Shared { path: path.to_owned(), line: own, read_here: false })))
     }
 
     fn write(&mut self, lines: &[Line]) -> Result<()> {

@@ -6,7 +6,12 @@ use std::{ops::Range, sync::Arc, time::Instant};
 use tokio::sync::OwnedMutexGuard;
 use transport_core::{Error, ErrorKind, RegionSlice, Result};
 
-use super::{Handle, Inner, get::Piece, lease::Lease, root::Root};
+use super::{
+    Handle, Inner,
+    get::{Piece, Whole},
+    lease::Lease,
+    root::Root,
+};
 use crate::native::{self, Header, RolloutView};
 
 /// A rollout of which some bytes are read.
@@ -28,25 +33,29 @@ impl Inner {
         let entry = self.leases.entry(handle);
         let locked = entry.lock().await;
         entry.check_alive(handle)?;
-        let whole = match entry.whole() {
-            Some(whole) => {
-                self.counters.shared(whole.data().len() as u64);
-                Some(whole)
-            }
-            None if self.transport.info().capabilities.views => {
-                Some(self.read_whole(handle, &entry).await?)
-            }
-            None => None,
-        };
-        let (header, runs, rest) = match whole {
-            Some(whole) => (whole.header.clone(), vec![(0, whole.data())], None),
-            None => {
-                let root = self.read_root(handle).await?;
-                let lease = self.leases.lease(&entry, root.descriptors());
-                (root.header.clone(), Vec::new(), Some((root, lease)))
-            }
-        };
         let deadline = Instant::now() + self.config.deadline;
+        let at_hand = |whole: Arc<Whole>, locked| Opened {
+            inner: self,
+            header: whole.header.clone(),
+            runs: vec![(0, whole.data())],
+            rest: None,
+            deadline,
+            _locked: locked,
+        };
+        if let Some(whole) = entry.whole() {
+            self.counters.shared(whole.data().len() as u64);
+            return Ok(at_hand(whole, locked));
+        }
+        if self.transport.info().capabilities.views {
+            return Ok(at_hand(self.read_whole(handle, &entry).await?, locked));
+        }
+        let root = self.read_root(handle).await?;
+        let lease = self.leases.lease(&entry, root.descriptors());
+        if let Some(whole) = self.find_whole(handle, &entry, &root, &lease, deadline).await? {
+            return Ok(at_hand(whole, locked));
+        }
+        let header = root.header.clone();
+        let (runs, rest) = (Vec::new(), Some((root, lease)));
         Ok(Opened { inner: self, header, runs, rest, deadline, _locked: locked })
     }
 }

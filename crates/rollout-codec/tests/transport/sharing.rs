@@ -62,10 +62,22 @@ async fn processes_of_a_host_share_one_copy() {
     let c = third.get(&handle).await.unwrap();
     assert_eq!(third.stats().fetched_bytes, 0);
     b.view().verify(1).unwrap();
+    // Some fields or rows are found as well where somebody has all.
+    let fourth = sharing(NoViews::new(memory.clone()), &share);
+    let rows = fourth.get_rows(&handle, &["tokens"], &[1], None).await.unwrap();
+    assert!(rows.fields["tokens"].rows[0].as_ref().unwrap().as_ref().len() > 8);
+    drop(fourth.get_fields(&handle, &["loss_masks"]).await.unwrap());
+    assert_eq!(fourth.stats().fetched_bytes, 0);
+    drop(rows);
     drop(b);
     c.view().verify(1).unwrap();
     drop(c);
     assert_eq!(files(), 0, "nobody has it");
+    let rows = fourth.get_rows(&handle, &["tokens"], &[1], None).await.unwrap();
+    let read = fourth.stats().fetched_bytes;
+    assert!(0 < read && read < handle.data_bytes() / 2, "and nobody reads all for one row");
+    drop(rows);
+    assert_eq!(files(), 0);
     let again = third.get(&handle).await.unwrap();
     assert_eq!(third.stats().fetched_bytes, handle.data_bytes());
     drop(again);
