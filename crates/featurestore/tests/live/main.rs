@@ -121,7 +121,6 @@ fn keys(master: &ManagedMaster) -> f64 {
 fn exchange(venv: &Path, preload: &[PathBuf]) {
     let dicts = [
         ("slime", None),
-        ("slime", Some(100)),
         ("large", Some(100_000)),
         ("one row", None),
         ("nested", None),
