@@ -1,16 +1,18 @@
 //! Rollouts across processes, beside Ray's object store and Mooncake's own Python code, in one run.
 //!
 //! Prints each figure beside its target. What is compared runs in turn with what it is compared
-//! with, on the same payload, after the same warm-up.
+//! with, on the same payload, after the same warm-up, three times each: the figure is the ratio of the
+//! medians, and in brackets is the range of the ratios of neighbours.
 //!
 //! - `FEATURESTORE_BIN`: the command line, in release; with `--features mooncake-python` for the
 //!   lines about the store. Default: `target/release/featurestore`.
 //! - `FEATURESTORE_COMPARE_VENV`: a Python environment with `numpy`, and `ray`, `torch`, and
 //!   Mooncake's wheel with `msgpack` for the lines that need them. Default: `target/compare-venv`.
-//! - `ROLLOUT_EXCHANGE_MIB`: size of the payload, 128 unless said otherwise; peak memory is measured
-//!   at 1 and 4 GiB unless `ROLLOUT_EXCHANGE_PEAKS=0`.
+//! - `ROLLOUT_EXCHANGE_MIB`: size of the payload, 128 unless said otherwise.
 //!
-//! `cargo bench --bench rollout_exchange -- --test` runs the parts that need nothing else, once.
+//! `cargo bench --bench rollout_exchange -- PART` measures one part: `shm` (beside Ray), `store` (beside
+//! Mooncake's objects) or `peaks` (memory at 1 and 4 GiB); `-- --test` runs what needs nothing else,
+//! once.
 #![forbid(unsafe_code)]
 
 use std::{
@@ -39,12 +41,16 @@ fn main() {
         assert!(testing, "there is nothing to measure");
         return;
     }
-    run.shared_memory(testing);
-    if !testing {
+    let only = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
+    let wants = |part| only.as_deref().is_none_or(|only| only == part);
+    if testing || wants("shm") {
+        run.shared_memory(testing);
+    }
+    if !testing && wants("store") {
         run.store();
-        if number("ROLLOUT_EXCHANGE_PEAKS", 1) > 0 {
-            run.peaks();
-        }
+    }
+    if !testing && wants("peaks") {
+        run.peaks();
     }
 }
 
@@ -70,8 +76,11 @@ struct Run {
     warmup: usize,
 }
 
+/// Times that each side of a comparison runs.
+const TURNS: usize = 3;
+
 /// Medians of one side, in milliseconds.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Times {
     put: f64,
     get: f64,
@@ -85,12 +94,46 @@ impl Times {
 }
 
 fn line(what: &str, found: String, target: &str, met: bool) {
-    println!("{what:<58} {found:>14}   {target:<14} {}", if met { "ok" } else { "MISSED" });
+    println!("{what:<58} {found:>20}   {target:<14} {}", if met { "ok" } else { "MISSED" });
 }
 
-fn times_more(what: &str, ours: f64, theirs: f64, target: f64) {
-    let found = theirs / ours;
-    line(what, format!("{found:.2}x"), &format!(">= {target}x"), found >= target);
+/// Runs of both sides, turn by turn.
+struct Duel {
+    ours: Vec<Times>,
+    theirs: Vec<Times>,
+}
+
+impl Duel {
+    fn run(
+        mut ours: impl FnMut() -> Result<Times, String>,
+        mut theirs: impl FnMut() -> Result<Times, String>,
+    ) -> Result<Self, String> {
+        let mut duel = Self { ours: Vec::new(), theirs: Vec::new() };
+        for _ in 0..TURNS {
+            duel.theirs.push(theirs()?);
+            duel.ours.push(ours()?);
+        }
+        Ok(duel)
+    }
+
+    /// Medians of each side.
+    fn print(&self, what: &str) {
+        for (runs, what) in [(&self.ours, "  featurestore beside it"), (&self.theirs, what)] {
+            let of = |part: fn(&Times) -> f64| median(runs.iter().map(part).collect());
+            Times { put: of(|t| t.put), get: of(|t| t.get), both: of(|t| t.both) }.print(what);
+        }
+    }
+
+    fn judge(&self, what: &str, part: fn(&Times) -> f64, target: f64) {
+        let [ours, theirs] =
+            [&self.ours, &self.theirs].map(|runs| runs.iter().map(part).collect::<Vec<_>>());
+        let mut ratios: Vec<f64> = theirs.iter().zip(&ours).map(|(a, b)| a / b).collect();
+        ratios.sort_unstable_by(f64::total_cmp);
+        let (least, most) = (ratios[0], ratios[ratios.len() - 1]);
+        let found = median(theirs) / median(ours);
+        let shown = format!("{found:.2}x [{least:.2}-{most:.2}]");
+        line(what, shown, &format!(">= {target}x"), found >= target);
+    }
 }
 
 fn head(what: &str) {
@@ -170,14 +213,11 @@ impl Run {
             ("torch", "Ray, torch rows", 25.0),
             ("torch-zero-copy", "Ray, torch rows, zero-copy setting", 5.0),
         ] {
-            match self.theirs("ray_objects.py", &[kind]) {
-                Ok(theirs) => {
-                    theirs.print(what);
-                    // Again, so that a slow phase of the machine meets both.
-                    let again = self.ours(self.mib, &["--transport", "shm"]);
-                    let again = Self::times(&again.expect("it did before"));
-                    let ours = again.both.min(ours.both);
-                    times_more(&format!("  faster than {what}"), ours, theirs.both, target);
+            let shm = || self.ours(self.mib, &["--transport", "shm"]).map(|l| Self::times(&l));
+            match Duel::run(shm, || self.theirs("ray_objects.py", &[kind])) {
+                Ok(duel) => {
+                    duel.print(what);
+                    duel.judge(&format!("  faster than {what}"), |t| t.both, target);
                 }
                 Err(why) => println!("{what}: not measured: {why}"),
             }
@@ -207,22 +247,16 @@ impl Run {
             "--memory",
             &memory,
         ];
-        let ours = match self.ours(self.mib, &flags) {
-            Ok(lines) => Self::times(&lines),
-            Err(why) => return println!("not measured: {why}"),
-        };
-        ours.print("featurestore, native layout, with checksums");
+        let ours = || self.ours(self.mib, &flags).map(|lines| Self::times(&lines));
         for (kind, what, put, get) in [
             ("torch", "Mooncake's Python objects, torch rows", 8.0, 1.25),
             ("numpy", "Mooncake's Python objects, numpy rows", 1.3, 1.0),
         ] {
-            match self.theirs("mooncake_objects.py", &[&address, kind]) {
-                Ok(theirs) => {
-                    theirs.print(what);
-                    let again = self.ours(self.mib, &flags).map(|lines| Self::times(&lines));
-                    let again = again.unwrap_or(ours);
-                    times_more("  put, against these", again.put.min(ours.put), theirs.put, put);
-                    times_more("  get, against these", again.get.min(ours.get), theirs.get, get);
+            match Duel::run(ours, || self.theirs("mooncake_objects.py", &[&address, kind])) {
+                Ok(duel) => {
+                    duel.print(what);
+                    duel.judge("  put, against these", |t| t.put, put);
+                    duel.judge("  get, against these", |t| t.get, get);
                 }
                 Err(why) => println!("{what}: not measured: {why}"),
             }
