@@ -62,6 +62,7 @@ pub(super) struct Server {
     pub(super) http: String,
     pub(super) control: Option<String>,
     pub(super) arena_bytes: u64,
+    pub(super) is_on_device: bool,
     registrations: u64,
     child: Child,
     lines: Option<Lines<BufReader<ChildStdout>>>, // until it is ready
@@ -114,6 +115,7 @@ impl Server {
             http: String::new(),
             control: None,
             arena_bytes: 0,
+            is_on_device: false,
             registrations: 0,
             child,
             lines: Some(lines),
@@ -142,6 +144,7 @@ impl Server {
         self.http = ready["http"].as_str().unwrap_or_default().to_owned();
         self.control = ready["control"].as_str().map(str::to_owned);
         self.arena_bytes = ready["arena_bytes"].as_u64().unwrap_or(0);
+        self.is_on_device = ready["memory"] == "device";
         self.registrations = ready["registrations"].as_u64().unwrap_or(0);
         Ok(())
     }

@@ -176,15 +176,18 @@ async fn job(options: &Options) -> Result<Report> {
 
 async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report> {
     // Two samples are read while another is compared; one more against fragments.
-    let pool = options.pool.map_or((4 * plan.largest()).max(1 << 20), ByteSize::get);
+    let pool_of =
+        |samples: u64| options.pool.map_or((samples * plan.largest()).max(1 << 20), ByteSize::get);
 
     let mut servers = Vec::new();
     for index in 0..options.servers {
-        servers.push(Server::start(options, &store.config, index, pool)?);
+        servers.push(Server::start(options, &store.config, index, pool_of(4))?);
     }
     for server in &mut servers {
         server.ready().await?; // they get ready side by side
     }
+    // On a device more are read together; see the trainer.
+    let pool = pool_of(if servers.iter().all(|server| server.is_on_device) { 8 } else { 4 });
     let folder = ControlFolder::new()?;
     let absolute =
         |path: &PathBuf| std::path::absolute(path).map_err(|e| Error::io("find file", e));

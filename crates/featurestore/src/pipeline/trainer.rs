@@ -47,9 +47,10 @@ const NAMED: usize = 8;
 /// Longest line from the pipeline, in bytes.
 const MAX_LINE: u64 = 4 << 20;
 /// Samples that are read at a time, ahead of the comparison.
-const AHEAD: usize = 16;
-/// How few of them there are when more are begun.
-const REFILL_AT: usize = 8;
+const AHEAD: usize = 4;
+/// The same onto a device, and how few of them there are when more are begun. Servers may use the
+/// device too, and then each reading by itself would wait for its turn.
+const ON_DEVICE: (usize, usize) = (16, 8);
 /// Pause between two looks at the channel.
 const POLL: Duration = Duration::from_millis(1);
 /// Windows that wait for the training loop, besides those that it reads.
@@ -186,10 +187,15 @@ impl Loop {
             Acknowledger::new(group, samples.clone(), Some(authority.clone()), runtime.clone())?
                 .observed(marks.observer())
                 .batch(if start.serial { 1 } else { usize::MAX });
+        let (in_flight, refill_at) = match (start.serial, checker.is_on_device()) {
+            (true, _) => (1, 0),
+            (false, true) => ON_DEVICE,
+            (false, false) => (AHEAD, AHEAD - 1),
+        };
         let options = ConsumerOptions {
             deadline,
-            in_flight: if start.serial { 1 } else { AHEAD },
-            refill_at: if start.serial { 0 } else { REFILL_AT },
+            in_flight,
+            refill_at,
             // Half of the pool: the rest is for the sample that is compared, and against fragments.
             max_bytes: (!views).then_some(start.pool_bytes / 2),
             layout: None, // what the server was asked for was checked when it answered

@@ -35,6 +35,14 @@ impl Checker {
         }
     }
 
+    /// Whether tensors lie on a device.
+    pub(super) fn is_on_device(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.device.is_some();
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
     /// Bytes compared, and the tensors that differ.
     pub(super) fn compare(&self, job: &Job, fetched: &Fetched) -> Result<(u64, Vec<String>)> {
         let mut bytes = 0;
