@@ -18,6 +18,7 @@ mod oracle;
 mod owner;
 mod pin;
 mod pool;
+mod quarantine;
 mod reservation;
 mod suballoc;
 
@@ -31,6 +32,7 @@ pub use fit::FitSubAllocator;
 pub use limits::boot_id;
 pub use owner::{Arena, ArenaConfig, BaseAddress, FreeRequest, HoldRequest, ReserveOptions};
 pub use pool::{PoolStats, Quarantined, RegionPool};
+pub use quarantine::{Quarantine, Unfinished};
 pub use reservation::{
     PublishedObject, PublishedSample, Reservation, ReservedObject, ReservedSample, SamplePlan,
 };

@@ -2,13 +2,14 @@
 
 use std::{fmt, sync::Arc};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
+use smallvec::SmallVec;
 use transport_core::{ArenaOffset, Error, ErrorKind, RegionMut, Result};
 
 use crate::{
     Backing,
     fit::FitSubAllocator,
-    suballoc::{ArenaRange, NoRoomCause, SubAllocator},
+    suballoc::{ArenaRange, NoRoom, NoRoomCause, SubAllocator},
 };
 
 /// Hands out regions of one block of memory. Cheap to clone.
@@ -95,36 +96,46 @@ impl RegionPool {
         let mut state = self.0.state.lock();
         let range = match state.space.allocate(len as u64) {
             Ok(range) => range,
-            Err(refused) => {
-                state.stats.refused += 1;
-                let space = state.space.report();
-                let quarantined = state.stats.quarantined_bytes;
-                drop(state);
-                let table_full = refused.cause == NoRoomCause::Ranges;
-                return Err(Error::new(
-                    ErrorKind::CapacityExceeded,
-                    "take region",
-                    refused.to_string(),
-                )
-                .with("requested_bytes", len)
-                .with("free_bytes", space.free)
-                .with("largest_range", space.largest)
-                .with("live_regions", space.live_ranges)
-                .with("quarantined_bytes", quarantined)
-                .remedy(if table_full {
-                    "hold fewer regions at a time"
-                } else {
-                    "make the pool larger, or drop fetched samples sooner"
-                }));
-            }
+            Err(refused) => return Err(Pool::refuse(state, refused)),
         };
-        let used = state.stats.capacity - state.space.free_bytes();
-        state.stats.taken += 1;
-        state.stats.peak = state.stats.peak.max(used);
+        state.count(1);
         drop(state);
-        let offset: ArenaOffset = range.offset();
-        let slot = Slot { range: Some(range), pool: self.0.clone() };
-        Ok(self.0.backing.region(offset, len as u64, Arc::new(slot)))
+        Ok(self.0.region(range))
+    }
+
+    /// Takes a region of each length, all or none, and hands them to `each` in order. As
+    /// [`Self::take`] for each of them, and cheaper.
+    ///
+    /// Fails with the place of the length that there is no room for.
+    pub fn take_all(
+        &self,
+        lens: impl IntoIterator<Item = usize>,
+        mut each: impl FnMut(RegionMut),
+    ) -> Result<(), (usize, Error)> {
+        let mut ranges = SmallVec::<[Option<ArenaRange>; 8]>::new();
+        let mut state = self.0.state.lock();
+        for len in lens {
+            ranges.push(match len {
+                0 => None,
+                _ => match state.space.allocate(len as u64) {
+                    Ok(range) => Some(range),
+                    Err(refused) => {
+                        let at = ranges.len();
+                        ranges.into_iter().flatten().for_each(|range| state.space.free(range));
+                        return Err((at, Pool::refuse(state, refused)));
+                    }
+                },
+            });
+        }
+        state.count(ranges.iter().flatten().count() as u64);
+        drop(state); // regions take the lock when they are dropped
+        for range in ranges {
+            each(match range {
+                Some(range) => self.0.region(range),
+                None => RegionMut::zeroed(0).expect("no bytes are asked for"),
+            });
+        }
+        Ok(())
     }
 
     /// Puts a region out of reach until the transfer that may still write it is known to be over.
@@ -147,6 +158,41 @@ impl RegionPool {
             live_regions: space.live_ranges,
             ..state.stats
         }
+    }
+}
+
+impl Pool {
+    fn region(self: &Arc<Self>, range: ArenaRange) -> RegionMut {
+        let (offset, len): (ArenaOffset, u64) = (range.offset(), range.len());
+        let slot = Slot { range: Some(range), pool: self.clone() };
+        self.backing.region(offset, len, Arc::new(slot))
+    }
+
+    fn refuse(mut state: MutexGuard<'_, State>, refused: NoRoom) -> Error {
+        state.stats.refused += 1;
+        let space = state.space.report();
+        let quarantined = state.stats.quarantined_bytes;
+        drop(state);
+        Error::new(ErrorKind::CapacityExceeded, "take region", refused.to_string())
+            .with("requested_bytes", refused.requested)
+            .with("free_bytes", space.free)
+            .with("largest_range", space.largest)
+            .with("live_regions", space.live_ranges)
+            .with("quarantined_bytes", quarantined)
+            .remedy(if refused.cause == NoRoomCause::Ranges {
+                "hold fewer regions at a time"
+            } else {
+                "make the pool larger, or drop fetched samples sooner"
+            })
+    }
+}
+
+impl State {
+    /// Counts regions that were handed out.
+    fn count(&mut self, regions: u64) {
+        let used = self.stats.capacity - self.space.free_bytes();
+        self.stats.taken += regions;
+        self.stats.peak = self.stats.peak.max(used);
     }
 }
 

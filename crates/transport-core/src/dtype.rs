@@ -2,6 +2,8 @@
 
 use std::{fmt, str::FromStr};
 
+use smallvec::SmallVec;
+
 use crate::{Error, ErrorKind, Result};
 
 /// Element type of a tensor, by its torch name without the `torch.` prefix.
@@ -113,7 +115,7 @@ impl FromStr for Dtype {
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct TensorMeta {
     dtype: Dtype,
-    shape: Box<[u64]>,
+    shape: SmallVec<[u64; 4]>, // in place for nearly all: a fetch copies one for each tensor
     nbytes: u64,
 }
 
@@ -140,7 +142,7 @@ impl TensorMeta {
             .filter(|&n| n <= i64::MAX as u64)
             .ok_or_else(|| invalid("the size in bytes overflows"))?;
         let nbytes = if shape.contains(&0) { 0 } else { bytes };
-        Ok(Self { dtype, shape, nbytes })
+        Ok(Self { dtype, shape: SmallVec::from_slice(&shape), nbytes })
     }
 
     /// Element type.

@@ -1,12 +1,13 @@
 //! What this client holds of one life of a publisher, object by object.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, hash_map::Entry};
 
+use foldhash::fast::RandomState;
 use transport_core::Sequence;
 
 /// A set of sequence numbers: one bit each, in chunks that exist only where bits are set.
 #[derive(Debug, Default)]
-struct SeqSet(HashMap<u64, Box<[u64; Self::WORDS]>>);
+struct SeqSet(HashMap<u64, Box<[u64; Self::WORDS]>, RandomState>);
 
 impl SeqSet {
     const WORDS: usize = 16; // 1024 objects a chunk
@@ -50,7 +51,7 @@ struct Uses {
 pub(crate) struct Claims {
     held: SeqSet,
     released: SeqSet,
-    pending: HashMap<Sequence, Uses>,
+    pending: HashMap<Sequence, Uses, RandomState>,
     continuity: Option<u64>,
     /// Of what was published after this life, claims that the publisher made for this client live:
     /// it has known the client, and heard from it, ever since.
@@ -71,15 +72,17 @@ impl Claims {
     /// Starts using a sample. True if it is held for certain; otherwise it has to be claimed.
     ///
     /// `born_held`: the publisher made the claim when it published the sample.
-    pub(crate) fn begin(&mut self, seqs: &[Option<Sequence>], born_held: bool) -> bool {
-        let kept = |seq| born_held && self.known_since.is_some_and(|since| seq > since);
-        let certain = seqs.iter().all(|seq| {
-            seq.is_some_and(|seq| {
-                self.held.contains(seq) || (kept(seq) && !self.released.contains(seq))
-            })
-        });
-        for seq in seqs.iter().flatten() {
-            self.pending.entry(*seq).or_default().count += 1;
+    pub(crate) fn begin(&mut self, seqs: impl Seqs, born_held: bool) -> bool {
+        let mut certain = true;
+        for seq in seqs {
+            let Some(seq) = seq else {
+                certain = false;
+                continue;
+            };
+            let kept = || born_held && self.known_since.is_some_and(|since| seq > since);
+            certain =
+                certain && (self.held.contains(seq) || (kept() && !self.released.contains(seq)));
+            self.pending.entry(seq).or_default().count += 1;
         }
         certain
     }
@@ -87,12 +90,13 @@ impl Claims {
     /// Ends a use that succeeded: the sample is held from now on. False if it was released
     /// meanwhile, so that nothing keeps what was read.
     #[must_use]
-    pub(crate) fn commit(&mut self, seqs: &[Option<Sequence>]) -> bool {
-        let spoiled = |seq| self.pending.get(seq).is_some_and(|uses| uses.spoiled);
-        let lost = seqs.iter().flatten().any(spoiled);
-        self.end(seqs);
+    pub(crate) fn commit(&mut self, seqs: impl Seqs) -> bool {
+        let mut lost = false;
+        for seq in seqs.clone().into_iter().flatten() {
+            lost |= self.end(seq);
+        }
         if !lost {
-            for &seq in seqs.iter().flatten() {
+            for seq in seqs.into_iter().flatten() {
                 self.held.insert(seq);
                 self.released.remove(seq); // claimed again: its release had come to nothing
             }
@@ -102,16 +106,18 @@ impl Claims {
 
     /// Ends a use that failed. Returns which of the objects that it claimed are to be given back:
     /// those that nobody else in this process uses.
-    pub(crate) fn abort(&mut self, seqs: &[Option<Sequence>], claimed: bool) -> Vec<usize> {
-        self.end(seqs);
-        let ours = |seq: &Sequence| {
+    pub(crate) fn abort(&mut self, seqs: impl Seqs, claimed: bool) -> Vec<usize> {
+        for seq in seqs.clone().into_iter().flatten() {
+            self.end(seq);
+        }
+        let ours = |seq: Sequence| {
             claimed
-                && !self.pending.contains_key(seq)
-                && !self.held.contains(*seq)
-                && !self.released.contains(*seq)
+                && !self.pending.contains_key(&seq)
+                && !self.held.contains(seq)
+                && !self.released.contains(seq)
         };
-        let places = seqs.iter().enumerate();
-        places.filter(|(_, seq)| seq.as_ref().is_some_and(ours)).map(|(i, _)| i).collect()
+        let places = seqs.into_iter().enumerate();
+        places.filter(|(_, seq)| seq.is_some_and(ours)).map(|(i, _)| i).collect()
     }
 
     /// Records that this client lets objects go.
@@ -125,17 +131,23 @@ impl Claims {
         }
     }
 
-    fn end(&mut self, seqs: &[Option<Sequence>]) {
-        for seq in seqs.iter().flatten() {
-            if let Some(uses) = self.pending.get_mut(seq) {
-                uses.count -= 1;
-                if uses.count == 0 {
-                    self.pending.remove(seq);
-                }
-            }
+    /// Ends one use of an object. Whether it was released since the first of them began.
+    fn end(&mut self, seq: Sequence) -> bool {
+        let Entry::Occupied(mut entry) = self.pending.entry(seq) else { return false };
+        let uses = entry.get_mut();
+        let spoiled = uses.spoiled;
+        uses.count -= 1;
+        if uses.count == 0 {
+            entry.remove();
         }
+        spoiled
     }
 }
+
+/// The lives of a sample's objects, in order; none of objects whose life is not told.
+pub(crate) trait Seqs: IntoIterator<Item = Option<Sequence>> + Clone {}
+
+impl<T: IntoIterator<Item = Option<Sequence>> + Clone> Seqs for T {}
 
 #[cfg(test)]
 mod tests {
@@ -152,52 +164,52 @@ mod tests {
     #[test]
     fn born_held_until_released_or_lapsed() {
         let mut claims = fresh();
-        assert!(claims.begin(&A, true));
-        assert!(!claims.begin(&A, false), "held by nobody yet");
-        assert!(claims.commit(&A));
-        assert!(claims.begin(&A, false));
+        assert!(claims.begin(A, true));
+        assert!(!claims.begin(A, false), "held by nobody yet");
+        assert!(claims.commit(A));
+        assert!(claims.begin(A, false));
         claims.release(A.into_iter().flatten());
-        assert!(!claims.begin(&A, true));
+        assert!(!claims.begin(A, true));
         let mut lapsed = fresh();
         lapsed.renew(1, Some(Sequence(1)));
-        assert!(!lapsed.begin(&A, true), "one of them is from before the gap");
-        assert!(lapsed.begin(&A[1..], true));
+        assert!(!lapsed.begin(A, true), "one of them is from before the gap");
+        assert!(lapsed.begin([A[1]], true));
         let mut unknown = Claims::default();
         unknown.renew(0, None);
-        assert!(!unknown.begin(&A, true), "the publisher does not tell");
+        assert!(!unknown.begin(A, true), "the publisher does not tell");
     }
 
     #[test]
     fn a_failed_use_gives_back_only_what_nobody_else_uses() {
         let mut claims = fresh();
-        assert!(!claims.begin(&A, false) && !claims.begin(&A, false));
-        assert!(claims.abort(&A, true).is_empty(), "the other one still runs");
-        assert_eq!(claims.abort(&A, true), [0, 1]);
-        assert!(!claims.begin(&A, false));
-        assert!(claims.commit(&A));
-        assert!(claims.begin(&A, false));
-        assert!(claims.abort(&A, false).is_empty());
-        assert!(claims.begin(&A, false), "still held by the first");
+        assert!(!claims.begin(A, false) && !claims.begin(A, false));
+        assert!(claims.abort(A, true).is_empty(), "the other one still runs");
+        assert_eq!(claims.abort(A, true), [0, 1]);
+        assert!(!claims.begin(A, false));
+        assert!(claims.commit(A));
+        assert!(claims.begin(A, false));
+        assert!(claims.abort(A, false).is_empty());
+        assert!(claims.begin(A, false), "still held by the first");
     }
 
     #[test]
     fn a_release_in_between_spoils_the_use() {
         let mut claims = fresh();
-        claims.begin(&A, true);
+        claims.begin(A, true);
         claims.release([Sequence(1)]);
-        assert!(!claims.commit(&A));
+        assert!(!claims.commit(A));
         assert!(claims.pending.is_empty());
     }
 
     #[test]
     fn a_gap_in_the_lease_forgets_what_was_held() {
         let mut claims = fresh();
-        claims.begin(&A, true);
-        assert!(claims.commit(&A));
+        claims.begin(A, true);
+        assert!(claims.commit(A));
         claims.renew(0, Some(Sequence(0)));
-        assert!(claims.begin(&A, false));
+        assert!(claims.begin(A, false));
         claims.renew(7, Some(Sequence(9000)));
-        assert!(!claims.begin(&A, false));
+        assert!(!claims.begin(A, false));
     }
 
     #[test]

@@ -25,7 +25,7 @@ use transport_core::{
 pub use self::reservation::SinkReservation;
 use self::{
     fill::{Filler, Moved, plan_of},
-    late::LateWrites,
+    late::{LateWrites, late_writes},
 };
 use crate::{
     AllowList, AnonymousFrees, ControlServer, ControlServerConfig, ControlServerStats, DataServer,
@@ -165,7 +165,7 @@ impl CaptureSink {
             control,
             copies: Workers::new("fs-publish", MAX_COPIES),
             filler,
-            late: LateWrites::default(),
+            late: late_writes(),
             closed: watch::channel(false).0,
             host_bytes: AtomicU64::new(0),
             device_bytes: AtomicU64::new(0),
@@ -322,8 +322,7 @@ impl CaptureSink {
         health.last_error = health.last_error.take().or(control.last_error);
         health.host_payload_bytes += self.0.host_bytes.load(Ordering::Relaxed);
         health.device_payload_bytes += self.0.device_bytes.load(Ordering::Relaxed);
-        health.quarantined_bytes +=
-            self.0.filler.quarantined_bytes() + self.0.late.quarantined_bytes();
+        health.quarantined_bytes += self.0.filler.quarantined_bytes() + self.0.late.bytes();
         health
     }
 

@@ -8,7 +8,8 @@ use std::{sync::Arc, time::Duration};
 use capture_arena::{Backing, RegionPool};
 use support::*;
 use transport_core::{
-    ClientId, Descriptor, Destination, ErrorKind, FetchOptions, FetchRequest, Location, SessionName,
+    ClientId, Descriptor, Destination, ErrorKind, FetchOptions, FetchRequest, Location,
+    SessionName, Transport,
 };
 use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine};
 
@@ -55,6 +56,73 @@ fn the_last_of_many_views_sends_the_release_wherever_it_is_dropped() {
         drop(viewed);
         assert_eq!(view(&consumer, &sample).unwrap_err().kind(), ErrorKind::NotFound);
     }
+}
+
+#[test]
+fn a_hold_that_is_let_go_ends_with_its_last_view_and_frees_nothing() {
+    let sink = sink(MIB);
+    let (viewer, stranger) = (consumer(Engine::Shm), consumer(Engine::Tcp));
+    let free = |sample: &Arc<Descriptor>| {
+        stranger.release_blocking(vec![sample.clone().into()]).unwrap().released
+    };
+    // Somebody else frees it meanwhile: it stays for the views, and goes with the last one.
+    let sample = publish(&sink, "x", 1, &[5000, 0, 8]);
+    let views = [view(&viewer, &sample).unwrap(), view(&viewer, &sample).unwrap()];
+    let_go(&viewer, &sample);
+    let_go(&viewer, &sample); // once more changes nothing
+    assert_eq!(viewer.health_blocking().unwrap().deferred_samples, 0, "it is no release");
+    free(&sample);
+    let [first, last] = views;
+    drop(first);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(resident(&sink), 1, "still looked at");
+    assert_eq!(last.tensors[0].data.as_ref()[4999], byte(1, 4999));
+    drop(last);
+    eventually("the hold ends with the last view", || resident(&sink) == 0);
+    // Nobody frees it: it stays when the hold has ended, and no hold is left to wait for.
+    let sample = publish(&sink, "y", 2, &[5000]);
+    let viewed = view(&viewer, &sample).unwrap();
+    let_go(&viewer, &sample);
+    let lines = sink.control_stats().lines;
+    drop(viewed);
+    eventually("the publisher hears of it", || sink.control_stats().lines > lines);
+    assert_eq!(resident(&sink), 1, "nothing is freed");
+    fetch_and_check(&stranger, &sample, 2).unwrap();
+    assert_eq!(free(&sample), 1);
+    eventually("freed at once, for nobody holds it", || resident(&sink) == 0);
+    // A fetch before the last view is dropped keeps the hold, which its own ending ends.
+    let sample = publish(&sink, "z", 3, &[5000]);
+    let first = view(&viewer, &sample).unwrap();
+    let_go(&viewer, &sample);
+    let second = view(&viewer, &sample).unwrap();
+    drop(first);
+    free(&sample);
+    drop(second);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(resident(&sink), 1, "held by whoever fetched it last");
+    let_go(&viewer, &sample);
+    eventually("nobody looks: the hold ends at once", || resident(&sink) == 0);
+    // A release outweighs an end of the hold, before it and after it.
+    for release_first in [true, false] {
+        let sample = publish(&sink, "w", 4, &[100]);
+        let viewed = view(&viewer, &sample).unwrap();
+        if !release_first {
+            let_go(&viewer, &sample);
+        }
+        assert_eq!(viewer.release_blocking(vec![sample.clone().into()]).unwrap().deferred, 1);
+        if release_first {
+            let_go(&viewer, &sample);
+        }
+        assert_eq!(resident(&sink), 1);
+        drop(viewed);
+        eventually("released with the view", || resident(&sink) == 0);
+    }
+    assert_eq!(viewer.health_blocking().unwrap().deferred_samples, 0);
+}
+
+fn let_go(consumer: &DirectTransport, sample: &Arc<Descriptor>) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(consumer.let_go(vec![sample.clone()])).unwrap();
 }
 
 #[test]

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, RegionKind, RegionMut, RegionSlice, Result};
 
 use super::{Device, DevicePtr, Event, Pinned, Stream};
-use crate::suballoc::UNIT;
+use crate::{Quarantine, Unfinished, suballoc::UNIT};
 
 const COPY: &str = "copy to device";
 /// Pieces up to this size go beside the large ones: each costs more time than its bytes do.
@@ -49,7 +49,7 @@ pub struct Copied {
 pub struct Copier {
     device: Device,
     lanes: Mutex<Vec<Lane>>,
-    stuck: Mutex<Vec<Unfinished>>,
+    stuck: Quarantine<Stuck>,
 }
 
 /// What one call at a time uses.
@@ -61,8 +61,8 @@ struct Lane {
     staging: Option<Pinned>,
 }
 
-/// What the device may still read and write.
-struct Unfinished {
+/// What the device may still read and write. Its streams may be in an error; they are not used again.
+struct Stuck {
     lane: Lane,
     _pieces: Vec<CopyPiece>, // kept for its Drop
     bytes: u64,
@@ -80,7 +80,7 @@ impl Copier {
     /// A copier with its first streams.
     pub fn new(device: &Device) -> Result<Self> {
         let lanes = Mutex::new(vec![Lane::new(device)?]);
-        Ok(Self { device: device.clone(), lanes, stuck: Mutex::default() })
+        Ok(Self { device: device.clone(), lanes, stuck: Quarantine::new(LAST_WAIT) })
     }
 
     /// The device.
@@ -107,7 +107,7 @@ impl Copier {
         owns_padding: bool,
         deadline: Instant,
     ) -> Result<Copied> {
-        self.reap();
+        self.stuck.sweep();
         let _bound = self.device.bind()?; // once, and not at every look below
         let (host, device) = self.check(&pieces)?;
         let mut lane = match self.lanes.lock().pop() {
@@ -125,8 +125,8 @@ impl Copier {
             }
             Err(error) => {
                 let bytes = pieces.iter().map(|piece| piece.dst.len() as u64).sum();
-                self.stuck.lock().push(Unfinished { lane, _pieces: pieces, bytes });
-                self.reap();
+                self.stuck.keep(Stuck { lane, _pieces: pieces, bytes });
+                self.stuck.sweep();
                 Err(error)
             }
         }
@@ -134,22 +134,7 @@ impl Copier {
 
     /// Bytes that unfinished copies may still write.
     pub fn quarantined_bytes(&self) -> u64 {
-        self.reap();
-        self.stuck.lock().iter().map(|unfinished| unfinished.bytes).sum()
-    }
-
-    /// Lets go of what the device is done with.
-    fn reap(&self) {
-        let mut stuck = self.stuck.lock();
-        if stuck.is_empty() {
-            return;
-        }
-        let (over, still): (Vec<_>, Vec<_>) =
-            stuck.drain(..).partition(|unfinished| unfinished.lane.is_over());
-        *stuck = still;
-        drop(stuck);
-        // Their streams may be in an error; they are not used again.
-        drop(over);
+        self.stuck.bytes()
     }
 
     /// Refuses what cannot be copied. Bytes from the host and from the device.
@@ -232,19 +217,13 @@ impl Copier {
     }
 }
 
-impl Drop for Copier {
-    fn drop(&mut self) {
-        let deadline = Instant::now() + LAST_WAIT;
-        for unfinished in self.stuck.get_mut().drain(..) {
-            while !unfinished.lane.is_over() {
-                if Instant::now() >= deadline {
-                    // The device may write this memory until the process ends: it is never freed.
-                    std::mem::forget(unfinished);
-                    break;
-                }
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        }
+impl Unfinished for Stuck {
+    fn is_over(&mut self) -> bool {
+        self.lane.is_over()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 
@@ -386,7 +365,7 @@ impl fmt::Debug for Copier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Copier")
             .field("device", &self.device)
-            .field("unfinished", &self.stuck.lock().len())
+            .field("unfinished", &self.stuck)
             .finish_non_exhaustive()
     }
 }

@@ -469,6 +469,13 @@ impl Pinned {
         self.len == 0
     }
 
+    /// The whole words, to write. No copy may be under way that uses what is written.
+    pub fn as_mut_words(&mut self) -> &mut [u64] {
+        // SAFETY: allocated, in pages, and zeroed by the constructor; every pattern of bits is an
+        // integer; borrowed with the handle.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), self.len / 8) }
+    }
+
     /// The bytes. No copy into it may be under way.
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: allocated and zeroed by the constructor; borrowed with the handle.

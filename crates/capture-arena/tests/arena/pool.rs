@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, thread};
 
 use capture_arena::{Backing, RegionPool};
-use transport_core::ErrorKind;
+use transport_core::{ErrorKind, RegionMut};
 
 fn pool(bytes: u64) -> RegionPool {
     RegionPool::new(Backing::heap(bytes).unwrap()).unwrap()
@@ -43,6 +43,24 @@ fn a_full_pool_says_what_is_free() {
     {
         assert!(error.to_string().contains(part), "{part}: {error}");
     }
+}
+
+#[test]
+fn regions_that_are_taken_together_are_all_there_or_none() {
+    let pool = pool(4096);
+    let mut taken = Vec::new();
+    pool.take_all([600, 0, 1000, 512], |region| taken.push(region)).unwrap();
+    assert_eq!(taken.iter().map(RegionMut::len).collect::<Vec<_>>(), [600, 0, 1000, 512]);
+    let stats = pool.stats();
+    assert_eq!((stats.live_regions, stats.taken, stats.free, stats.peak), (3, 3, 1536, 2560));
+    let mut none = Vec::new();
+    let (at, error) = pool.take_all([512, 0, 1024, 1], |region| none.push(region)).unwrap_err();
+    assert_eq!((at, none.len(), pool.stats().free), (3, 0, 1536), "{error}");
+    assert_eq!((error.context("requested_bytes"), pool.stats().refused), (Some("1"), 1));
+    taken.remove(2);
+    assert_eq!(pool.stats().free, 2560, "each goes back by itself");
+    drop(taken);
+    assert_eq!((pool.stats().largest, pool.stats().live_regions), (4096, 0));
 }
 
 #[test]

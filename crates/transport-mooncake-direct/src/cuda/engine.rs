@@ -9,7 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use capture_arena::cuda::{CopyOp, Device, DevicePtr};
+use capture_arena::{
+    Quarantine, Unfinished,
+    cuda::{CopyOp, Device, DevicePtr},
+};
 use parking_lot::Mutex;
 use transport_core::{Epoch, Error, ErrorKind, RegionKind, RemoteAddr, Result, SessionName};
 
@@ -55,8 +58,8 @@ struct Inner {
     options: CudaOptions,
     kernel: GatherKernel,
     peers: Peers,
-    lanes: Mutex<Vec<Idle>>,
-    stuck: Mutex<Vec<Unfinished>>,
+    lanes: Mutex<Vec<CopyLane>>,
+    stuck: Quarantine<Stuck>,
     reads: AtomicU64,
     bytes: AtomicU64,
 }
@@ -79,23 +82,16 @@ pub struct CudaStats {
     pub quarantined_bytes: u64,
 }
 
-/// A lane without work, and room for what it is told: fresh memory would cost a large batch more
-/// than looking at its pieces does.
-struct Idle {
-    lane: CopyLane,
-    room: Vec<CopyOp>,
-}
-
 /// Copies of one call, with everything that must live until they are done.
 struct Batch {
-    copies: Vec<CopyOp>,
-    bytes: u64,
     ops: Vec<ReadOp>,
-    _blocks: Vec<Arc<OpenedBlock>>, // kept for their Drop
+    pieces: u64,
+    bytes: u64,
+    blocks: Vec<Arc<OpenedBlock>>,
 }
 
 /// What the device may still use.
-struct Unfinished {
+struct Stuck {
     lane: CopyLane, // dropped first: waits
     batch: Batch,
 }
@@ -113,8 +109,8 @@ impl CudaEngine {
             options,
             kernel,
             peers: Peers::default(),
-            lanes: Mutex::new(vec![Idle { lane, room: Vec::new() }]),
-            stuck: Mutex::default(),
+            lanes: Mutex::new(vec![lane]),
+            stuck: Quarantine::new(LAST_WAIT),
             reads: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
         })))
@@ -132,8 +128,9 @@ impl CudaEngine {
     /// [`ErrorKind::OutOfRange`] for a range that leaves the peer's memory, [`ErrorKind::Stale`] if
     /// another life of the peer answers, [`ErrorKind::PeerGone`], [`ErrorKind::Unsupported`] for a
     /// peer whose memory is reached otherwise, [`ErrorKind::InvalidInput`] for destinations that do
-    /// not lie on this device: nothing was copied then. [`ErrorKind::Timeout`] and whatever the
-    /// device reports: the destinations go back to their owners once the device is done with them.
+    /// not lie on this device, [`ErrorKind::Timeout`], and whatever the device reports. Parts may
+    /// have been copied then; the destinations go back to their owners once the device is done with
+    /// them.
     pub fn read(
         &self,
         session: &SessionName,
@@ -154,39 +151,52 @@ impl CudaEngine {
     ) -> Result<Vec<ReadOp>, ReadError> {
         let (epoch, deadline) = (options.epoch, options.deadline);
         let peer = self.0.peers.get(session, epoch, self.0.options.trust, deadline)?;
+        self.0.stuck.sweep();
         let idle = self.0.lanes.lock().pop();
-        let Idle { lane, room } = match idle {
-            Some(idle) => idle,
-            None => {
-                let lane = CopyLane::new(&self.0.kernel, self.0.options.policy)?;
-                Idle { lane, room: Vec::new() }
-            }
+        let mut lane = match idle {
+            Some(lane) => lane,
+            None => CopyLane::new(&self.0.kernel, self.0.options.policy)?,
         };
-        match self.plan(&peer, ops, room, deadline) {
-            Ok(batch) => Ok(self.run(lane, batch, deadline)?),
-            Err(error) => {
-                self.give_back(Idle { lane, room: Vec::new() });
-                Err(error)
+        let mut batch = Batch { ops, pieces: 0, bytes: 0, blocks: Vec::new() };
+        let started = self.start(&mut lane, &peer, &mut batch, deadline);
+        match (started, lane.finish(deadline)) {
+            (Ok(()), Ok(())) => {
+                self.give_back(lane);
+                self.0.reads.fetch_add(batch.pieces, Ordering::Relaxed);
+                self.0.bytes.fetch_add(batch.bytes, Ordering::Relaxed);
+                Ok(batch.ops)
             }
+            (started, Err(error)) if error.kind() == ErrorKind::Timeout => {
+                self.0.stuck.keep(Stuck { lane, batch });
+                Err(started.err().unwrap_or(error.into()))
+            }
+            // A range was refused; what ran has ended well.
+            (Err(refused @ ReadError { op: Some(_), .. }), Ok(())) => {
+                self.give_back(lane);
+                Err(refused)
+            }
+            // Nothing runs any more. The lane's streams may be in an error; it is not used again.
+            (Err(failed), _) => Err(failed),
+            (Ok(()), Err(failed)) => Err(failed.into()),
         }
     }
 
-    /// Checks operations and opens what they read.
-    fn plan(
+    /// Checks the operations, opens what they read, and starts copying. One pass, since looking at
+    /// thousands of small pieces takes as long as the device needs to copy a part of them.
+    fn start(
         &self,
+        lane: &mut CopyLane,
         peer: &Peer,
-        ops: Vec<ReadOp>,
-        mut copies: Vec<CopyOp>,
+        batch: &mut Batch,
         deadline: Instant,
-    ) -> Result<Batch, ReadError> {
+    ) -> Result<(), ReadError> {
         let own = self.device().region_kind();
-        let (mut bytes, mut blocks) = (0, Vec::new());
-        copies.clear();
-        copies.reserve(ops.len());
+        let _bound = self.device().bind()?; // once for all calls
+        lane.begin()?;
         // Most pieces lie where the one before does.
-        let mut current: Option<(RemoteAddr, u64, DevicePtr)> = None;
-        for (i, ReadOp { address, dst, .. }) in ops.iter().enumerate() {
-            let (address, len) = (*address, dst.len() as u64);
+        let mut current = Place { base: RemoteAddr(0), bytes: 0, start: DevicePtr(0) };
+        for (i, ReadOp { address, dst, .. }) in batch.ops.iter().enumerate() {
+            let len = dst.len() as u64;
             if len == 0 {
                 continue;
             }
@@ -194,51 +204,29 @@ impl CudaEngine {
             if dst.kind() != own {
                 return Err(at(self.not_here(dst.kind())));
             }
-            let within = |(base, bytes, start): (RemoteAddr, u64, DevicePtr)| {
-                let offset = address.0.checked_sub(base.0)?;
-                (offset <= bytes && len <= bytes - offset).then(|| start.offset(offset))
-            };
-            let src = match current.and_then(within) {
+            let src = match current.locate(*address, len) {
                 Some(src) => src,
                 None => {
-                    let block = peer.block(self.device(), address, len, deadline).map_err(at)?;
-                    let src = block.locate(address, len).map_err(at)?;
-                    current = Some((block.base(), block.bytes(), block.memory().address()));
-                    if !blocks.iter().any(|known| Arc::ptr_eq(known, &block)) {
-                        blocks.push(block);
+                    let block = peer.block(self.device(), *address, len, deadline).map_err(at)?;
+                    let src = block.locate(*address, len).map_err(at)?;
+                    current = Place::of(&block);
+                    if !batch.blocks.iter().any(|known| Arc::ptr_eq(known, &block)) {
+                        batch.blocks.push(block);
                     }
                     src
                 }
             };
-            bytes += len;
-            copies.push(CopyOp { dst: DevicePtr(dst.address() as u64), src, len });
+            let op = CopyOp { dst: DevicePtr(dst.address() as u64), src, len };
+            // SAFETY: the source is mapped as long as the batch has its block. The destination is
+            // the batch's alone, so that it overlaps with nothing; the batch is kept until the lane
+            // says that it is over. Peers do not write what they have published.
+            unsafe { lane.add(op, deadline) }?;
+            batch.pieces += 1;
+            batch.bytes += len;
         }
-        Ok(Batch { copies, bytes, ops, _blocks: blocks })
-    }
-
-    fn run(&self, mut lane: CopyLane, batch: Batch, deadline: Instant) -> Result<Vec<ReadOp>> {
-        self.reap();
-        // SAFETY: the sources are mapped as long as the batch has their blocks. The destinations
-        // are the batch's alone, so that they overlap with nothing; they and the blocks are kept
-        // until the lane says that it is over. Peers do not write what they have published.
-        let started = unsafe { lane.start(&batch.copies, deadline) };
-        match (started, lane.finish(deadline)) {
-            (Ok(()), Ok(())) => {
-                self.0.reads.fetch_add(batch.copies.len() as u64, Ordering::Relaxed);
-                self.0.bytes.fetch_add(batch.bytes, Ordering::Relaxed);
-                self.give_back(Idle { lane, room: batch.copies });
-                Ok(batch.ops)
-            }
-            (started, Err(error)) if error.kind() == ErrorKind::Timeout => {
-                self.0.stuck.lock().push(Unfinished { lane, batch });
-                Err(started.err().unwrap_or(error))
-            }
-            // Nothing runs any more. The lane's streams may be in an error; it is not used again.
-            (started, finished) => {
-                drop(lane);
-                Err(started.and(finished).expect_err("one of them failed"))
-            }
-        }
+        // SAFETY: as above, for each.
+        unsafe { lane.launch() }?;
+        Ok(())
     }
 
     /// Where `len` bytes at `address` of the peer at `session` are in this process; opens the block
@@ -284,28 +272,14 @@ impl CudaEngine {
 
     /// Memory that unfinished copies may still write, in bytes.
     pub fn quarantined_bytes(&self) -> u64 {
-        self.reap();
-        self.0.stuck.lock().iter().map(|unfinished| unfinished.batch.bytes).sum()
+        self.0.stuck.bytes()
     }
 
-    fn give_back(&self, idle: Idle) {
+    fn give_back(&self, lane: CopyLane) {
         let mut lanes = self.0.lanes.lock();
         if lanes.len() < MAX_IDLE_LANES {
-            lanes.push(idle);
+            lanes.push(lane);
         }
-    }
-
-    /// Lets go of what the device is done with.
-    fn reap(&self) {
-        let mut stuck = self.0.stuck.lock();
-        if stuck.is_empty() {
-            return;
-        }
-        let (over, still): (Vec<_>, Vec<_>) =
-            stuck.drain(..).map(Unfinished::look).partition(|(over, _)| *over);
-        stuck.extend(still.into_iter().map(|(_, unfinished)| unfinished));
-        drop(stuck);
-        drop(over); // gives memory back to pools, which have locks of their own
     }
 
     fn not_here(&self, found: RegionKind) -> Error {
@@ -316,24 +290,35 @@ impl CudaEngine {
     }
 }
 
-impl Unfinished {
-    /// Whether the device is done with it; a fault ends everything, too.
-    fn look(mut self) -> (bool, Self) {
-        let waited = self.lane.finish(Instant::now());
-        (!waited.is_err_and(|error| error.kind() == ErrorKind::Timeout), self)
+/// A block of a peer, as it is looked up for each piece.
+#[derive(Clone, Copy)]
+struct Place {
+    base: RemoteAddr,
+    bytes: u64,
+    start: DevicePtr,
+}
+
+impl Place {
+    fn of(block: &OpenedBlock) -> Self {
+        Self { base: block.base(), bytes: block.bytes(), start: block.memory().address() }
+    }
+
+    #[inline]
+    fn locate(&self, address: RemoteAddr, len: u64) -> Option<DevicePtr> {
+        let offset = address.0.checked_sub(self.base.0)?;
+        (offset <= self.bytes && len <= self.bytes - offset).then(|| self.start.offset(offset))
     }
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        let deadline = Instant::now() + LAST_WAIT;
-        for mut unfinished in self.stuck.get_mut().drain(..) {
-            let waited = unfinished.lane.finish(deadline);
-            if waited.is_err_and(|error| error.kind() == ErrorKind::Timeout) {
-                // The device may write this memory until the process ends: it is never freed.
-                std::mem::forget(unfinished);
-            }
-        }
+impl Unfinished for Stuck {
+    /// Whether the device is done with it; a fault ends everything, too.
+    fn is_over(&mut self) -> bool {
+        let waited = self.lane.finish(Instant::now());
+        !waited.is_err_and(|error| error.kind() == ErrorKind::Timeout)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.batch.bytes
     }
 }
 

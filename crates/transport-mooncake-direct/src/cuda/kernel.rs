@@ -11,13 +11,13 @@
 use std::sync::Arc;
 
 use capture_arena::cuda::{
-    CopyOp, Device, DeviceAttribute, DevicePtr, FunctionId, KernelArg, Launch, Stream,
+    Device, DeviceAttribute, DevicePtr, FunctionId, KernelArg, Launch, Stream,
 };
 use transport_core::Result;
 
 use super::{
     module::Module,
-    sequence::{HEAD_WORDS, PIECE_WORDS, Sequence, Share, Signal, write_pieces},
+    sequence::{HEAD_WORDS, PIECE_WORDS, Sequence, Share, Signal},
 };
 
 /// The device code. Ends with a zero byte, as the driver wants it.
@@ -73,37 +73,36 @@ impl GatherKernel {
         Share { multiprocessors: self.0.multiprocessors, blocks_each, rounds }
     }
 
-    /// Queues one launch for as many of `ops` as `words` takes, and returns how many those are. The
-    /// pieces travel with the launch; `words` may be used again at once.
+    /// Queues one launch for the pieces of `sequence`, which travel with it: `words` is room for the
+    /// head, then the pieces, then at least as many as the next of [`INLINE`] has. It may be written
+    /// again at once.
+    ///
+    /// # Panics
+    /// If there are more pieces than a launch takes, or `words` ends early.
     ///
     /// # Safety
-    /// As [`Stream::copy`], for each of `ops`; no destination overlaps another one or a source.
-    /// What the signal names lives until it has come.
+    /// As [`Stream::copy`], for each piece; no destination overlaps another one or a source. What
+    /// the signal names lives until it has come.
     pub(super) unsafe fn launch_inline(
         &self,
         stream: &Stream,
-        ops: &[CopyOp],
+        words: &mut [u64],
+        sequence: Sequence,
         share: Share,
         signal: Option<Signal>,
-        words: &mut [u64],
-    ) -> Result<usize> {
-        let most = INLINE[INLINE.len() - 1].min((words.len() - HEAD_WORDS) / PIECE_WORDS);
-        let pieces = &mut words[HEAD_WORDS..][..most * PIECE_WORDS];
-        let (used, sequence) = write_pieces(ops, pieces);
+    ) -> Result<()> {
         let which = INLINE.iter().position(|&n| n >= sequence.count as usize);
         let which = which.expect("no more pieces than the largest kernel takes");
+        let words = &mut words[..HEAD_WORDS + INLINE[which] * PIECE_WORDS];
         let deal = sequence.deal(share);
-        // What came last tells whoever waits; earlier launches are done before it.
-        let signal = signal.filter(|_| used == ops.len());
-        sequence.write_head(&deal, signal, words);
-        let words = &words[..HEAD_WORDS + INLINE[which] * PIECE_WORDS];
+        let head = words.first_chunk_mut().expect("as long as a head at least");
+        sequence.write_head(&deal, signal, head);
         let launch =
             Launch { grid: [deal.blocks, 1, 1], block: [deal.threads, 1, 1], shared_bytes: 0 };
         let args = [KernelArg::Bytes(as_bytes(words))];
         // SAFETY: one structure of that size is what this kernel takes; the rest is the caller's
         // promise.
-        unsafe { stream.launch(self.0.inline[which], launch, &args) }?;
-        Ok(used)
+        unsafe { stream.launch(self.0.inline[which], launch, &args) }
     }
 
     /// Queues one launch for pieces that lie in memory at `list`.

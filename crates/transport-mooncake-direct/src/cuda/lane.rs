@@ -11,14 +11,18 @@ use transport_core::{Error, ErrorKind, Result};
 
 use super::{
     kernel::{GatherKernel, INLINE},
-    sequence::{HEAD_WORDS, PIECE_WORDS, Signal, write_pieces},
+    sequence::{HEAD_WORDS, PIECE_WORDS, Sequence, Signal},
 };
 
-/// Pieces of the longest list that is uploaded; longer batches take several lists.
+/// Pieces of the longest list; longer batches take several.
 const LIST_PIECES: usize = 16 << 10;
-/// Bytes in front of the lists: the word that tells that the kernel is done, in host memory, and
-/// the counter of blocks, on the device.
-const FRONT: usize = 256;
+/// Most pieces that travel with a launch.
+const MOST_INLINE: usize = INLINE[INLINE.len() - 1];
+/// Words in front of the list. In host memory: the one that tells that the kernel is done, and the
+/// head of pieces that travel with a launch, right before them. On the device: the counter of
+/// blocks.
+const FRONT_WORDS: usize = 32;
+const FRONT: usize = FRONT_WORDS * 8;
 const LIST_BYTES: usize = LIST_PIECES * PIECE_WORDS * 8;
 /// How long a wait looks as often as it can. Then it sleeps between looks, for [`NAP`].
 const SPIN: Duration = Duration::from_millis(5);
@@ -36,9 +40,12 @@ pub struct CopyPolicy {
     /// Pieces of at least so many bytes go through the copy engine, one call each; shorter ones
     /// through the kernel, all in one launch.
     pub copy_from: u64,
-    /// Batches of more pieces have their list uploaded. Others are sent along with the launch, in
-    /// several launches if need be.
+    /// Batches of more pieces have their list uploaded. Others, at most 1,360, are sent along with
+    /// the launch.
     pub upload_above: usize,
+    /// So many pieces, at most 1,360, of a batch that has more are launched ahead of the others,
+    /// while the list of those is written and uploaded. Default: 0, none.
+    pub ahead: usize,
     /// Uploaded lists stay in host memory, where the kernel reads them.
     pub list_in_host_memory: bool,
     /// Blocks of the kernel on each multiprocessor.
@@ -66,6 +73,7 @@ impl Default for CopyPolicy {
         Self {
             copy_from: 48 << 20,
             upload_above: INLINE[1],
+            ahead: 0,
             list_in_host_memory: false,
             blocks_each: 4,
             rounds: 2,
@@ -83,10 +91,10 @@ pub struct CopyLane {
     policy: CopyPolicy,
     gathers: Stream,
     copies: Stream,
-    words: Vec<u64>,     // of launches that carry their pieces
-    small: Vec<CopyOp>,  // of a batch that has both
-    host: Pinned,        // signal, then lists
-    device: DeviceBlock, // counter, then lists
+    host: Pinned,        // signal and head, then the list
+    device: DeviceBlock, // counter, then the list
+    list: Sequence,      // written and not launched yet
+    room: usize,         // pieces of the list, before something is launched
     ticket: u32,
     signalled: bool, // the last launch of the batch writes the ticket
     is_gathering: bool,
@@ -107,10 +115,10 @@ impl CopyLane {
             policy,
             gathers,
             copies: device.stream()?,
-            words: vec![0; HEAD_WORDS + INLINE[INLINE.len() - 1] * PIECE_WORDS],
-            small: Vec::new(),
             host: device.pinned(FRONT + LIST_BYTES)?,
             device: block,
+            list: Sequence::default(),
+            room: 0,
             ticket: 0,
             signalled: false,
             is_gathering: false,
@@ -166,34 +174,79 @@ impl CopyLane {
     /// All ranges stay mapped until the copies are done. Nothing else uses the destinations until
     /// then, and nothing writes the sources. No destination overlaps another one or a source.
     pub unsafe fn start(&mut self, ops: &[CopyOp], deadline: Instant) -> Result<()> {
+        self.begin()?;
+        let device = self.device().clone();
+        let _bound = device.bind()?; // once for all calls
+        for op in ops {
+            // SAFETY: the caller's promise.
+            unsafe { self.add(*op, deadline) }?;
+        }
+        // SAFETY: as above.
+        unsafe { self.launch() }
+    }
+
+    /// Begins a batch that is told piece by piece: [`Self::add`], then [`Self::launch`].
+    pub(super) fn begin(&mut self) -> Result<()> {
         if !self.is_idle() {
             return Err(Error::new(ErrorKind::Busy, "copy", "the lane's last batch still runs")
                 .remedy("finish it first, or use another lane"));
         }
-        let device = self.device().clone();
-        let _bound = device.bind()?; // once for all calls
-        let from = self.policy.copy_from;
-        let large = ops.iter().filter(|op| op.len >= from).count();
-        if large == ops.len() {
+        self.ticket = self.ticket.wrapping_add(1);
+        self.signalled = false;
+        self.list = Sequence::default();
+        self.room = match self.policy.ahead.min(MOST_INLINE) {
+            0 => LIST_PIECES,
+            ahead => ahead,
+        };
+        Ok(())
+    }
+
+    /// Adds a piece. Large ones start at once, others when the batch is launched, or when there is
+    /// no room for more of them.
+    ///
+    /// # Safety
+    /// As [`Self::start`].
+    #[inline]
+    pub(super) unsafe fn add(&mut self, op: CopyOp, deadline: Instant) -> Result<()> {
+        if op.len >= self.policy.copy_from {
+            self.is_copying = true;
             // SAFETY: the caller's promise.
-            return unsafe { self.copy(ops) };
+            return unsafe { self.copies.copy(op.dst, op.src, op.len) };
         }
-        if large == 0 {
+        if op.len == 0 {
+            return Ok(());
+        }
+        if self.list.count as usize == self.room {
             // SAFETY: as above.
-            return unsafe { self.gather(ops, deadline) };
+            unsafe { self.make_room(deadline) }?;
         }
-        let mut small = std::mem::take(&mut self.small);
-        small.clear();
-        small.extend(ops.iter().filter(|op| op.len < from));
-        // The copies first: they take longer.
+        let at = FRONT_WORDS + self.list.count as usize * PIECE_WORDS;
+        let place = self.host.as_mut_words()[at..].first_chunk_mut();
+        self.list.push(&op, place.expect("room is left"));
+        Ok(())
+    }
+
+    /// Launches what was added and does not run yet.
+    ///
+    /// # Safety
+    /// As [`Self::start`].
+    pub(super) unsafe fn launch(&mut self) -> Result<()> {
+        if self.list.count == 0 {
+            return Ok(());
+        }
+        let signal = (self.policy.wait == Wait::Signal).then_some(Signal {
+            blocks: self.device.at.0,
+            done: self.host.address().0,
+            ticket: self.ticket,
+        });
+        self.signalled = signal.is_some();
+        if self.list.count as usize <= self.policy.upload_above.min(MOST_INLINE) {
+            self.is_gathering = true;
+            // SAFETY: the caller's promise; the signal's words are the lane's.
+            return unsafe { self.launch_inline(false, signal) };
+        }
         // SAFETY: as above.
-        let mut started = unsafe { self.copy(ops) };
-        if started.is_ok() {
-            // SAFETY: as above.
-            started = unsafe { self.gather(&small, deadline) };
-        }
-        self.small = small;
-        started
+        unsafe { self.launch_list(signal) }
     }
 
     /// Waits until all that was started is done.
@@ -222,63 +275,50 @@ impl CopyLane {
         gathered.and(copied)
     }
 
-    /// Queues the large ones.
-    unsafe fn copy(&mut self, ops: &[CopyOp]) -> Result<()> {
-        for op in ops.iter().filter(|op| op.len >= self.policy.copy_from) {
+    /// Launches what is in the list, so that it may be written from its start again.
+    #[cold]
+    unsafe fn make_room(&mut self, deadline: Instant) -> Result<()> {
+        if self.room < LIST_PIECES {
+            self.room = LIST_PIECES;
             self.is_copying = true;
+            // On the other stream: it runs while the list of what follows is uploaded.
             // SAFETY: the caller's promise.
-            unsafe { self.copies.copy(op.dst, op.src, op.len) }?;
+            unsafe { self.launch_inline(true, None) }?;
+        } else {
+            // SAFETY: as above.
+            unsafe { self.launch_list(None) }?;
+            until(deadline, || self.gathers.is_done())?; // the list is still read
         }
+        self.list = Sequence::default();
         Ok(())
     }
 
-    /// Queues launches for all of them.
-    unsafe fn gather(&mut self, mut ops: &[CopyOp], deadline: Instant) -> Result<()> {
+    /// Queues a launch that carries the list.
+    unsafe fn launch_inline(&mut self, ahead: bool, signal: Option<Signal>) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
-        self.ticket = self.ticket.wrapping_add(1);
-        self.signalled = self.policy.wait == Wait::Signal;
-        let signal = self.signalled.then_some(Signal {
-            blocks: self.device.at.0,
-            done: self.host.address().0,
-            ticket: self.ticket,
-        });
-        if ops.len() <= self.policy.upload_above {
-            while !ops.is_empty() {
-                self.is_gathering = true;
-                // SAFETY: the caller's promise; the signal's words are the lane's.
-                let used = unsafe {
-                    self.kernel.launch_inline(&self.gathers, ops, share, signal, &mut self.words)
-                }?;
-                ops = &ops[used..];
-            }
-            return Ok(());
-        }
-        while !ops.is_empty() {
-            if self.is_gathering {
-                until(deadline, || self.gathers.is_done())?; // the list is still read
-            }
-            let list = &mut self.host.as_mut_slice()[FRONT..];
-            // SAFETY: every pattern of bits is an integer.
-            let (_, words, _) = unsafe { list.align_to_mut::<u64>() };
-            let (used, sequence) = write_pieces(ops, words);
-            ops = &ops[used..];
-            let bytes = sequence.count as usize * PIECE_WORDS * 8;
-            let in_host = self.host.address().offset(FRONT as u64);
-            self.is_gathering = true;
-            let list = if self.policy.list_in_host_memory {
-                in_host
-            } else {
-                let list = self.device.at.offset(FRONT as u64);
-                // SAFETY: the lane's own memory, which nothing uses before the launch that follows.
-                unsafe { self.gathers.copy(list, in_host, bytes as u64) }?;
-                list
-            };
-            let signal = signal.filter(|_| ops.is_empty());
-            // SAFETY: the list is there when the stream gets to the launch, and is written again
-            // only when it is past; the rest is the caller's promise.
-            unsafe { self.kernel.launch_list(&self.gathers, list, sequence, share, signal) }?;
-        }
-        Ok(())
+        let stream = if ahead { &self.copies } else { &self.gathers };
+        let words = &mut self.host.as_mut_words()[FRONT_WORDS - HEAD_WORDS..];
+        // SAFETY: the caller's promise.
+        unsafe { self.kernel.launch_inline(stream, words, self.list, share, signal) }
+    }
+
+    /// Queues a launch that reads the list, and its upload before.
+    unsafe fn launch_list(&mut self, signal: Option<Signal>) -> Result<()> {
+        let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
+        let bytes = self.list.count as usize * PIECE_WORDS * 8;
+        let in_host = self.host.address().offset(FRONT as u64);
+        self.is_gathering = true;
+        let list = if self.policy.list_in_host_memory {
+            in_host
+        } else {
+            let list = self.device.at.offset(FRONT as u64);
+            // SAFETY: the lane's own memory, which nothing uses before the launch that follows.
+            unsafe { self.gathers.copy(list, in_host, bytes as u64) }?;
+            list
+        };
+        // SAFETY: the list is there when the stream gets to the launch, and is written again only
+        // when it is past; the rest is the caller's promise.
+        unsafe { self.kernel.launch_list(&self.gathers, list, self.list, share, signal) }
     }
 
     fn finish_gather(&self, deadline: Instant) -> Result<()> {

@@ -48,28 +48,17 @@ pub(super) struct Share {
     pub(super) rounds: u32,
 }
 
-/// Writes pieces down from the front of `words` on: as many of `ops` as fit. Returns how many of
-/// them were used up, empty ones too, and the sequence.
-pub(super) fn write_pieces(ops: &[CopyOp], words: &mut [u64]) -> (usize, Sequence) {
-    let mut sequence = Sequence::default();
-    let mut places = words.chunks_exact_mut(PIECE_WORDS);
-    for (used, op) in ops.iter().enumerate() {
-        if op.len == 0 {
-            continue;
-        }
-        let Some(place) = places.next() else { return (used, sequence) };
+impl Sequence {
+    /// Writes a piece down in its place behind the others. It has bytes.
+    #[inline]
+    pub(super) fn push(&mut self, op: &CopyOp, place: &mut [u64; PIECE_WORDS]) {
         let units = op.len.div_ceil(UNIT);
         let padding = (units << UNIT_BITS) - op.len;
-        place[0] = op.src.0;
-        place[1] = op.dst.0;
-        place[2] = (sequence.units << UNIT_BITS) | padding;
-        sequence.units += units;
-        sequence.count += 1;
+        *place = [op.src.0, op.dst.0, (self.units << UNIT_BITS) | padding];
+        self.units += units;
+        self.count += 1;
     }
-    (ops.len(), sequence)
-}
 
-impl Sequence {
     /// Cuts the sequence so that every warp of the share has work, and none much more than others.
     pub(super) fn deal(&self, share: Share) -> Deal {
         let multiprocessors = u64::from(share.multiprocessors.max(1));
@@ -86,7 +75,12 @@ impl Sequence {
     }
 
     /// Writes what the kernel is told besides the pieces: what it reads as `Head`.
-    pub(super) fn write_head(&self, deal: &Deal, signal: Option<Signal>, words: &mut [u64]) {
+    pub(super) fn write_head(
+        &self,
+        deal: &Deal,
+        signal: Option<Signal>,
+        words: &mut [u64; HEAD_WORDS],
+    ) {
         let (blocks, done, ticket) =
             signal.map_or((0, 0, 0), |signal| (signal.blocks, signal.done, signal.ticket));
         words[0] = self.units;
@@ -121,21 +115,14 @@ mod tests {
 
     #[test]
     fn pieces_are_placed_one_after_the_other() {
-        let ops = [op(0), op(1), op(512), op(513), op(0), op(10 << 10)];
-        let mut words = [0; 4 * PIECE_WORDS];
-        let (used, sequence) = write_pieces(&ops, &mut words);
-        assert_eq!((used, sequence), (6, Sequence { count: 4, units: 1 + 1 + 2 + 20 }));
-        assert_eq!(words[..3], [9, 7, 511]);
-        assert_eq!([words[5], words[8], words[11]], [512, 1024 + 511, 2048]);
-    }
-
-    #[test]
-    fn what_does_not_fit_is_left_for_the_next_launch() {
-        let mut words = [0; 2 * PIECE_WORDS];
-        let ops = [op(5), op(0), op(6), op(7)];
-        let (used, sequence) = write_pieces(&ops, &mut words);
-        assert_eq!((used, sequence), (3, Sequence { count: 2, units: 2 }));
-        assert_eq!(write_pieces(&ops[used..], &mut words), (1, Sequence { count: 1, units: 1 }));
+        let mut sequence = Sequence::default();
+        let mut places = [[0; PIECE_WORDS]; 4];
+        for (place, len) in places.iter_mut().zip([1, 512, 513, 10 << 10]) {
+            sequence.push(&op(len), place);
+        }
+        assert_eq!(sequence, Sequence { count: 4, units: 1 + 1 + 2 + 20 });
+        assert_eq!(places[0], [9, 7, 511]);
+        assert_eq!([places[1][2], places[2][2], places[3][2]], [512, 1024 + 511, 2048]);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use capture_arena::RegionPool;
+use capture_arena::{Quarantine, RegionPool, Unfinished};
 use mooncake_sys::{EngineApi, ReadFailure, ReadPiece, Running, Submission};
 use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, RegionMut, Result, SessionName};
@@ -26,8 +26,7 @@ pub(super) struct Memory {
     api: Arc<dyn EngineApi>,
     pools: Mutex<Vec<Registration>>,
     adopted: Mutex<Vec<Weak<Registration>>>,
-    quarantine: Mutex<Vec<Quarantined>>,
-    quarantined: AtomicU64,
+    quarantine: Quarantine<LateRead>,
     registrations: AtomicU64,
 }
 
@@ -40,9 +39,8 @@ pub(super) struct Failed {
     pub(super) ops: Option<Vec<ReadOp>>,
 }
 
-/// Destinations of a read that is not over.
-#[derive(Debug)]
-struct Quarantined {
+/// A read that is not over, and its destinations.
+struct LateRead {
     running: Box<dyn Running>,
     ops: Vec<ReadOp>,
 }
@@ -53,8 +51,8 @@ impl Memory {
             api,
             pools: Mutex::default(),
             adopted: Mutex::default(),
-            quarantine: Mutex::default(),
-            quarantined: AtomicU64::new(0),
+            // What Mooncake has not finished when it goes is written for all that is known.
+            quarantine: Quarantine::new(Duration::ZERO),
             registrations: AtomicU64::new(0),
         }
     }
@@ -136,7 +134,7 @@ impl Memory {
                 let ops = match running {
                     None => Some(ops),
                     Some(running) => {
-                        self.quarantine(Quarantined { running, ops });
+                        self.quarantine.keep(LateRead { running, ops });
                         None
                     }
                 };
@@ -145,30 +143,14 @@ impl Memory {
         }
     }
 
-    fn quarantine(&self, quarantined: Quarantined) {
-        self.quarantined.fetch_add(quarantined.bytes(), Ordering::SeqCst);
-        self.quarantine.lock().push(quarantined);
-    }
-
     /// Gives back what is in quarantine and not written any more.
     pub(super) fn sweep(&self) {
-        if self.quarantined.load(Ordering::SeqCst) == 0 {
-            return;
-        }
-        // Looking may take a moment, so it is not done under the lock.
-        let looked_at = std::mem::take(&mut *self.quarantine.lock());
-        for mut quarantined in looked_at {
-            if quarantined.running.is_over() {
-                self.quarantined.fetch_sub(quarantined.bytes(), Ordering::SeqCst);
-            } else {
-                self.quarantine.lock().push(quarantined);
-            }
-        }
+        self.quarantine.sweep();
     }
 
     /// Bytes in quarantine.
     pub(super) fn quarantined_bytes(&self) -> u64 {
-        self.quarantined.load(Ordering::SeqCst)
+        self.quarantine.bytes()
     }
 
     /// Registrations ever made.
@@ -178,23 +160,17 @@ impl Memory {
 
     /// Takes back the pools' registrations: before the engine is closed.
     pub(super) fn unregister_pools(&self) {
-        self.sweep();
         if self.quarantined_bytes() == 0 {
             self.pools.lock().clear();
         } // else something may be written still: closing the engine ends it
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        self.sweep();
-        for quarantined in self.quarantine.get_mut().drain(..) {
-            std::mem::forget(quarantined); // written for all that is known: never freed
-        }
+impl Unfinished for LateRead {
+    fn is_over(&mut self) -> bool {
+        self.running.is_over()
     }
-}
 
-impl Quarantined {
     fn bytes(&self) -> u64 {
         self.ops.iter().map(|op| op.dst.len() as u64).sum()
     }

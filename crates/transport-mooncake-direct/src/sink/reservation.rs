@@ -8,7 +8,7 @@ use transport_core::{
     ClientId, Descriptor, Error, ErrorKind, Ready, ReadyEvent, RegionMut, Result,
 };
 
-use super::{CaptureSink, closed, fill::Moved};
+use super::{CaptureSink, closed, fill::Moved, late::Late};
 
 /// Ranges of a batch that are being filled; dropping it gives the batch up.
 #[derive(Debug)]
@@ -120,7 +120,7 @@ impl SinkReservation {
             Ok(()) => Ok(self),
             Err(error) => {
                 if error.kind() == ErrorKind::Timeout {
-                    self.sink.0.late.keep(event, self.reservation);
+                    self.sink.0.late.keep(Late { event, reservation: self.reservation });
                 }
                 Err(error)
             }

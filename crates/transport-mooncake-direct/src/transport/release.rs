@@ -3,12 +3,13 @@
 use std::{sync::Arc, time::Instant};
 
 use transport_core::{
-    ArenaLocation, Descriptor, Error, Release, ReleaseReport, Result, Sequence, SessionName,
+    ArenaLocation, Descriptor, Epoch, Error, Release, ReleaseReport, Result, Sequence, SessionName,
 };
 
 use super::{
     EngineState, Inner,
     request::{arena_of, check_lives},
+    uses::{Deferral, Ending},
 };
 use crate::{FreeTicket, transport::publishers::Publisher};
 
@@ -72,7 +73,7 @@ impl Inner {
                 claims.release(samples.iter().flat_map(|sample| seqs(sample)));
             }
             let samples = match epoch {
-                Some(epoch) => self.uses.defer(&publisher, epoch, samples, &mut pending.report),
+                Some(epoch) => self.not_in_use(samples, &publisher, epoch, &mut pending.report),
                 None => samples,
             };
             if samples.is_empty() {
@@ -99,11 +100,34 @@ impl Inner {
             // Under the lock until it is sent, so that a claim made meanwhile comes after it.
             let mut claims = life.claims.lock();
             claims.release(seqs(descriptor));
-            if !self.uses.defer_let_go(&publisher, epoch, descriptor) {
+            let deferral = self.uses.defer(Ending::LetGo, &publisher, epoch, descriptor);
+            if deferral == Deferral::NotInUse {
                 publisher.client().unhold_sample(epoch, descriptor);
             }
         }
         Ok(())
+    }
+
+    /// Keeps back the releases of samples that are in use, counts them, and returns the others.
+    fn not_in_use(
+        &self,
+        mut samples: Vec<Arc<Descriptor>>,
+        publisher: &Arc<Publisher>,
+        epoch: Epoch,
+        report: &mut ReleaseReport,
+    ) -> Vec<Arc<Descriptor>> {
+        samples.retain(|sample| match self.uses.defer(Ending::Release, publisher, epoch, sample) {
+            Deferral::NotInUse => true,
+            Deferral::Kept => {
+                report.deferred += 1;
+                false
+            }
+            Deferral::Released => {
+                report.already_gone += 1;
+                false
+            }
+        });
+        samples
     }
 }
 

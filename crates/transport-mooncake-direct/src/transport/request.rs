@@ -3,9 +3,10 @@
 use std::{ops::Range, sync::Arc};
 
 use capture_arena::RegionPool;
+use smallvec::SmallVec;
 use transport_core::{
-    ArenaLocation, Descriptor, Destination, Error, ErrorKind, FeatureName, FetchRequest, Location,
-    ObjectKey, RegionKind, RegionMut, RemoteAddr, Result, TensorMeta,
+    ArenaLocation, Descriptor, Destination, Error, ErrorKind, FeatureDescriptor, FeatureName,
+    FetchRequest, Location, ObjectKey, RegionKind, RegionMut, RemoteAddr, Result, TensorMeta,
 };
 
 /// One sample to read, checked.
@@ -20,11 +21,11 @@ pub(super) struct Wanted {
 /// One tensor to read.
 #[derive(Debug)]
 pub(super) struct WantedTensor {
-    pub(super) name: FeatureName,
-    pub(super) meta: TensorMeta,
+    /// Which of the descriptor's it is.
+    feature: usize,
     pub(super) address: RemoteAddr,
     /// What is read of it, if not all.
-    pub(super) part: Option<PartOf>,
+    pub(super) part: Option<Box<PartOf>>,
     /// Where it goes; none for a view.
     pub(super) region: Option<RegionMut>,
 }
@@ -35,15 +36,10 @@ pub(super) struct PartOf {
     /// Checked to lie in the tensor.
     pub(super) ranges: Vec<Range<u64>>,
     /// All of them, one after the other.
-    pub(super) meta: TensorMeta,
+    meta: TensorMeta,
 }
 
 impl WantedTensor {
-    /// What the caller gets.
-    pub(super) fn result(&self) -> &TensorMeta {
-        self.part.as_ref().map_or(&self.meta, |part| &part.meta)
-    }
-
     /// How many operations read it.
     pub(super) fn ops(&self) -> usize {
         self.part.as_ref().map_or(1, |part| part.ranges.len())
@@ -59,58 +55,94 @@ impl Wanted {
         kind: Option<RegionKind>,
         pool: Option<&RegionPool>,
     ) -> Result<Self> {
-        let mut part = request.ranged(ranges)?;
-        let FetchRequest { descriptor, names, mut ranges, destination, .. } = request;
+        let part = request.ranged(ranges)?;
+        let FetchRequest { descriptor, names, ranges, destination, .. } = request;
         arena_of(&descriptor)?;
         if views {
             check_lives("fetch", &descriptor)?;
         }
-        let names = match names {
-            None => descriptor.features.keys().cloned().collect(),
-            Some(names) => names,
+        let mut wanted = Self {
+            tensors: Vec::with_capacity(names.as_ref().map_or(descriptor.features.len(), Vec::len)),
+            view: matches!(destination, Destination::View),
+            descriptor,
         };
-        let mut tensors = Vec::with_capacity(names.len());
-        for (i, name) in names.iter().enumerate() {
-            let invalid = |kind, why| {
-                Error::new(kind, "fetch", why).with("key", descriptor.sample.object(name))
-            };
-            let feature = descriptor
-                .features
-                .get(name)
-                .ok_or_else(|| invalid(ErrorKind::NotFound, "the sample has no such tensor"))?;
-            if names[..i].contains(name) {
-                return Err(invalid(ErrorKind::InvalidInput, "the tensor is asked for twice"));
+        match names {
+            None => {
+                for feature in 0..wanted.descriptor.features.len() {
+                    wanted.add(feature)?;
+                }
             }
-            let bytes = feature.meta.nbytes();
-            let address = match feature.address {
-                Some(address) => address,
-                None if bytes == 0 => RemoteAddr(0),
-                None => return Err(invalid(ErrorKind::InvalidInput, "the tensor has no address")),
-            };
-            if address.checked_add(bytes).is_none() {
-                return Err(outside(
-                    descriptor.sample.object(name),
-                    address,
-                    bytes,
-                    "the address space",
-                ));
+            Some(names) => {
+                for (i, name) in names.iter().enumerate() {
+                    let invalid = |kind, why| {
+                        let key = wanted.descriptor.sample.object(name);
+                        Error::new(kind, "fetch", why).with("key", key)
+                    };
+                    let feature =
+                        wanted.descriptor.features.get_index_of(name).ok_or_else(|| {
+                            invalid(ErrorKind::NotFound, "the sample has no such tensor")
+                        })?;
+                    if names[..i].contains(name) {
+                        let why = "the tensor is asked for twice";
+                        return Err(invalid(ErrorKind::InvalidInput, why));
+                    }
+                    wanted.add(feature)?;
+                }
             }
-            let (name, meta) = (name.clone(), feature.meta.clone());
-            let part = ranges.take().zip(part.take()).map(|(ranges, meta)| PartOf { ranges, meta });
-            tensors.push(WantedTensor { name, meta, address, part, region: None });
         }
-        let mut wanted =
-            Self { descriptor, tensors, view: matches!(destination, Destination::View) };
+        if let (Some(ranges), Some(meta), [one]) = (ranges, part, &mut *wanted.tensors) {
+            one.part = Some(Box::new(PartOf { ranges, meta }));
+        }
         wanted.place(destination, views, kind, pool)?;
         Ok(wanted)
+    }
+
+    /// Adds one of the descriptor's tensors.
+    fn add(&mut self, feature: usize) -> Result<()> {
+        let described = &self.descriptor.features[feature];
+        let bytes = described.meta.nbytes();
+        let address = match described.address {
+            Some(address) => address,
+            None if bytes == 0 => RemoteAddr(0),
+            None => {
+                let (why, key) = ("the tensor has no address", self.key_of(feature));
+                return Err(Error::new(ErrorKind::InvalidInput, "fetch", why).with("key", key));
+            }
+        };
+        if address.checked_add(bytes).is_none() {
+            return Err(outside(self.key_of(feature), address, bytes, "the address space"));
+        }
+        self.tensors.push(WantedTensor { feature, address, part: None, region: None });
+        Ok(())
     }
 
     pub(super) fn arena(&self) -> &ArenaLocation {
         arena_of(&self.descriptor).expect("checked at construction")
     }
 
+    pub(super) fn name(&self, tensor: usize) -> &FeatureName {
+        self.described(self.tensors[tensor].feature).0
+    }
+
+    pub(super) fn meta(&self, tensor: usize) -> &TensorMeta {
+        &self.described(self.tensors[tensor].feature).1.meta
+    }
+
+    /// What the caller gets.
+    pub(super) fn result(&self, tensor: usize) -> &TensorMeta {
+        self.tensors[tensor].part.as_ref().map_or_else(|| self.meta(tensor), |part| &part.meta)
+    }
+
     pub(super) fn key(&self, tensor: usize) -> ObjectKey {
-        self.descriptor.sample.object(&self.tensors[tensor].name)
+        self.key_of(self.tensors[tensor].feature)
+    }
+
+    fn key_of(&self, feature: usize) -> ObjectKey {
+        self.descriptor.sample.object(self.described(feature).0)
+    }
+
+    fn described(&self, feature: usize) -> (&FeatureName, &FeatureDescriptor) {
+        self.descriptor.features.get_index(feature).expect("looked up when it was added")
     }
 
     fn place(
@@ -132,19 +164,21 @@ impl Wanted {
                     Error::new(ErrorKind::Unsupported, "fetch", "the transport has no receive pool")
                         .remedy("give the transport a pool, or fetch into own regions")
                 })?;
-                for i in 0..self.tensors.len() {
-                    let bytes = self.tensors[i].result().nbytes();
-                    let region = usize::try_from(bytes).map_err(|_| too_large(self.key(i), bytes));
-                    // Names the pool's size as what was found: the tensor cannot be that large.
-                    let region = pool.take(region?).map_err(|e| {
-                        let capacity = pool.stats().capacity;
-                        let error = match bytes > capacity {
-                            true => too_large(self.key(i), bytes).source(e),
-                            false => e.with("key", self.key(i)),
-                        };
-                        error.with("found", format_args!("a pool of {capacity} bytes"))
-                    })?;
-                    self.tensors[i].region = Some(region);
+                let mut regions = SmallVec::<[RegionMut; 4]>::new();
+                // Where a length is no address space's, neither is it the pool's.
+                let lens = (0..self.tensors.len())
+                    .map(|i| usize::try_from(self.result(i).nbytes()).unwrap_or(usize::MAX));
+                // Names the pool's size as what was found: the tensor cannot be that large.
+                pool.take_all(lens, |region| regions.push(region)).map_err(|(i, e)| {
+                    let (bytes, capacity) = (self.result(i).nbytes(), pool.stats().capacity);
+                    let error = match bytes > capacity {
+                        true => too_large(self.key(i), bytes).source(e),
+                        false => e.with("key", self.key(i)),
+                    };
+                    error.with("found", format_args!("a pool of {capacity} bytes"))
+                })?;
+                for (tensor, region) in self.tensors.iter_mut().zip(regions) {
+                    tensor.region = Some(region);
                 }
                 Ok(())
             }
@@ -160,7 +194,7 @@ impl Wanted {
                     .with("found", regions.len()));
                 }
                 for (i, region) in regions.into_iter().enumerate() {
-                    let expected = self.tensors[i].result().nbytes();
+                    let expected = self.result(i).nbytes();
                     check_kind(&region, kind).map_err(|e| e.with("key", self.key(i)))?;
                     if region.len() as u64 != expected {
                         return Err(Error::new(

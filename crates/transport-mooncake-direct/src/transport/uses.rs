@@ -16,7 +16,7 @@ use std::{
 
 use capture_arena::MappedBacking;
 use parking_lot::Mutex;
-use transport_core::{Descriptor, Epoch, Error, ErrorKind, ReleaseReport, Result, Sequence};
+use transport_core::{Descriptor, Epoch, Error, ErrorKind, Result, Sequence};
 
 use super::publishers::Publisher;
 
@@ -49,17 +49,30 @@ pub(crate) struct InUse {
 struct Deferred {
     ending: Ending,
     cancelled: AtomicBool,
+    waiting: Arc<AtomicU64>,
     publisher: Weak<Publisher>,
     epoch: Epoch,
     descriptor: Arc<Descriptor>,
 }
 
 /// What a client says that is done with a sample.
-enum Ending {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
     /// It is no longer needed by anybody. Counted as long as it waits.
-    Release(Arc<AtomicU64>),
+    Release,
     /// This client no longer needs it.
     LetGo,
+}
+
+/// What became of an ending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Deferral {
+    /// Nobody uses the sample: the publisher may hear it now.
+    NotInUse,
+    /// It is kept back, and sent with the end of the last use.
+    Kept,
+    /// The sample was released before, and that waits already.
+    Released,
 }
 
 impl Uses {
@@ -96,62 +109,41 @@ impl Uses {
         self.objects.lock().contains_key(&(epoch, seq))
     }
 
-    /// Keeps back the samples that are in use, counts them, and returns the others.
+    /// Keeps what a client says that is done with a sample back while the sample is in use.
     pub(super) fn defer(
         &self,
-        publisher: &Arc<Publisher>,
-        epoch: Epoch,
-        samples: Vec<Arc<Descriptor>>,
-        report: &mut ReleaseReport,
-    ) -> Vec<Arc<Descriptor>> {
-        let mut objects = self.objects.lock();
-        if objects.is_empty() {
-            return samples;
-        }
-        let mut now = Vec::with_capacity(samples.len());
-        for descriptor in samples {
-            let used = |seq: &Sequence| objects.contains_key(&(epoch, *seq));
-            let in_use: Vec<Sequence> = seqs(&descriptor).filter(used).collect();
-            if in_use.is_empty() {
-                now.push(descriptor);
-                continue;
-            }
-            if in_use.iter().any(|seq| objects[&(epoch, *seq)].is_released()) {
-                report.already_gone += 1;
-                continue;
-            }
-            report.deferred += 1;
-            self.deferred.fetch_add(1, Ordering::Relaxed);
-            let ending = Ending::Release(self.deferred.clone());
-            let deferred = Deferred::new(ending, publisher, epoch, descriptor);
-            for seq in in_use {
-                objects.get_mut(&(epoch, seq)).expect("just looked up").wait(&deferred);
-            }
-        }
-        now
-    }
-
-    /// Keeps the end of the hold on a sample back if it is in use; otherwise false.
-    pub(super) fn defer_let_go(
-        &self,
+        ending: Ending,
         publisher: &Arc<Publisher>,
         epoch: Epoch,
         descriptor: &Arc<Descriptor>,
-    ) -> bool {
+    ) -> Deferral {
         let mut objects = self.objects.lock();
+        if objects.is_empty() {
+            return Deferral::NotInUse;
+        }
         let used = |seq: &Sequence| objects.contains_key(&(epoch, *seq));
         let in_use: Vec<Sequence> = seqs(descriptor).filter(used).collect();
-        if in_use.iter().any(|seq| objects[&(epoch, *seq)].is_released()) {
-            return true; // which ends the hold too
-        }
-        let deferred = Deferred::new(Ending::LetGo, publisher, epoch, descriptor.clone());
-        for seq in &in_use {
-            objects.get_mut(&(epoch, *seq)).expect("just looked up").wait(&deferred);
-        }
         if in_use.is_empty() {
-            deferred.cancelled.store(true, Ordering::Relaxed);
+            return Deferral::NotInUse;
         }
-        !in_use.is_empty()
+        if in_use.iter().any(|seq| objects[&(epoch, *seq)].is_released()) {
+            return Deferral::Released; // which ends the hold too
+        }
+        if ending == Ending::Release {
+            self.deferred.fetch_add(1, Ordering::Relaxed);
+        }
+        let deferred = Arc::new(Deferred {
+            ending,
+            cancelled: AtomicBool::new(false),
+            waiting: self.deferred.clone(),
+            publisher: Arc::downgrade(publisher),
+            epoch,
+            descriptor: descriptor.clone(),
+        });
+        for seq in in_use {
+            objects.get_mut(&(epoch, seq)).expect("just looked up").wait(&deferred);
+        }
+        Deferral::Kept
     }
 
     /// Releases that wait, in samples.
@@ -175,7 +167,7 @@ impl Uses {
 
 impl Use {
     fn is_released(&self) -> bool {
-        self.waiting.as_ref().is_some_and(|one| matches!(one.ending, Ending::Release(_)))
+        self.waiting.as_ref().is_some_and(|one| one.ending == Ending::Release)
     }
 
     fn wait(&mut self, deferred: &Arc<Deferred>) {
@@ -203,22 +195,10 @@ impl Drop for InUse {
     }
 }
 
-impl Deferred {
-    fn new(
-        ending: Ending,
-        publisher: &Arc<Publisher>,
-        epoch: Epoch,
-        descriptor: Arc<Descriptor>,
-    ) -> Arc<Self> {
-        let publisher = Arc::downgrade(publisher);
-        Arc::new(Self { ending, cancelled: AtomicBool::new(false), publisher, epoch, descriptor })
-    }
-}
-
 impl Drop for Deferred {
     fn drop(&mut self) {
-        if let Ending::Release(count) = &self.ending {
-            count.fetch_sub(1, Ordering::Relaxed);
+        if self.ending == Ending::Release {
+            self.waiting.fetch_sub(1, Ordering::Relaxed);
         }
         if self.cancelled.load(Ordering::Relaxed) {
             return;
@@ -226,7 +206,7 @@ impl Drop for Deferred {
         // Once the transport is closed, its publishers look at the mapping, which ends next.
         let Some(publisher) = self.publisher.upgrade() else { return };
         match self.ending {
-            Ending::Release(_) => {
+            Ending::Release => {
                 publisher.client().free_deferred(self.descriptor.clone(), self.epoch);
             }
             Ending::LetGo => publisher.client().unhold_sample(self.epoch, &self.descriptor),
