@@ -45,9 +45,10 @@ const ON_DEVICE: &[(&str, &str)] = &[
 /// What the tests against a Mooncake process on the device need, besides the device.
 const MOONCAKE_ON_DEVICE: &str = "import torch; from mooncake.engine import TransferEngine";
 
-/// Tools that ignored tests may ask for, `needs TOOL; ...`, and how to see whether they are here.
-/// Their tests are run where they are: a toolchain alone does not promise them.
-const TOOLS: &[(&str, &str)] = &[("python3", "--version")];
+/// Tools that ignored tests may ask for, `needs TOOL; ...`, and the command that shows whether they
+/// are here. Their tests are run where they are: a toolchain alone does not promise them.
+const TOOLS: &[(&str, &[&str])] =
+    &[("python3", &["python3", "--version"]), ("numpy", &["python3", "-c", "import numpy"])];
 
 /// Runs the tests and prints the closing line; fails where a test or a step does.
 pub(crate) fn run(workspace: &Workspace, quick: bool, only_mooncake: bool) -> Result<()> {
@@ -160,7 +161,8 @@ impl<'a> Session<'a> {
     fn tests_with_tools(&mut self, quick: bool) {
         for (tool, question) in TOOLS {
             let waiting = self.tally.waiting_for(tool);
-            let is_here = process::output(self.workspace.command(tool).arg(question)).is_ok();
+            let mut asked = self.workspace.command(question[0]);
+            let is_here = process::output(asked.args(&question[1..])).is_ok();
             if waiting.is_empty() || !is_here {
                 continue;
             }

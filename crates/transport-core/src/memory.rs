@@ -5,9 +5,10 @@
 //! alive: the allocation, the mapping, the pool slot or the framework's tensor that the bytes
 //! belong to. Dropping the last handle drops the owner, which gives the memory back.
 //!
-//! This is the only module of the crate with `unsafe` code.
+//! [`dlpack`] hands them to frameworks. This is the only module of the crate with `unsafe` code.
 #![allow(unsafe_code)]
 
+pub mod dlpack;
 mod streaming;
 
 use std::{

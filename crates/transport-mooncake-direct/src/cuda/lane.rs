@@ -204,9 +204,11 @@ impl CopyLane {
     /// Adds a piece. Large ones start at once, others when the batch is launched, or when there is
     /// no room for more of them.
     ///
+    /// Always inlined: a piece that goes through memory on its way waits for itself there.
+    ///
     /// # Safety
     /// As [`Self::start`].
-    #[inline]
+    #[inline(always)]
     pub(super) unsafe fn add(&mut self, op: CopyOp, deadline: Instant) -> Result<()> {
         if op.len >= self.policy.copy_from {
             self.is_copying = true;

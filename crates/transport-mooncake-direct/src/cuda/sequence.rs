@@ -50,7 +50,7 @@ pub(super) struct Share {
 
 impl Sequence {
     /// Writes a piece down in its place behind the others. It has bytes.
-    #[inline]
+    #[inline(always)]
     pub(super) fn push(&mut self, op: &CopyOp, place: &mut [u64; PIECE_WORDS]) {
         let units = op.len.div_ceil(UNIT);
         let padding = (units << UNIT_BITS) - op.len;
