@@ -71,6 +71,10 @@ pub struct SinkConfig {
     pub data_idle: Duration,
     /// How long a peer may stall within a transfer. Default: 10 seconds.
     pub data_stall: Duration,
+    /// Takes tensors of this device into an arena in host memory, which is page-locked at the start.
+    /// Their bytes are host payload. Default: none, device tensors are refused there.
+    #[cfg(feature = "cuda")]
+    pub staging: Option<capture_arena::cuda::Staging>,
 }
 
 impl Default for SinkConfig {
@@ -90,6 +94,8 @@ impl Default for SinkConfig {
             max_data_connections: data.max_connections,
             data_idle: data.idle,
             data_stall: data.stall,
+            #[cfg(feature = "cuda")]
+            staging: None,
         }
     }
 }
@@ -144,7 +150,7 @@ struct Inner {
 impl CaptureSink {
     /// Starts both listeners over `arena`.
     pub fn start(arena: Arena, config: SinkConfig) -> Result<Self> {
-        let filler = Filler::new(&arena)?;
+        let filler = Filler::new(&arena, &config)?;
         let data = Arc::new(DataServer::start(&arena, &config.data())?);
         let measured = Arc::downgrade(&data);
         let health = move |mut health: Health| {

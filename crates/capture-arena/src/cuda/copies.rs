@@ -162,7 +162,7 @@ impl Copier {
             }
             match src.kind() {
                 kind if kind == own => {
-                    self.look_up(&mut storages, src.address() as u64, len)
+                    look_up(&self.device, &mut storages, src.address() as u64, len)
                         .map_err(|e| e.with("piece", index))?;
                     device += len;
                 }
@@ -183,37 +183,6 @@ impl Copier {
                 .remedy("capture on the device; only ids and masks come from the host"));
         }
         Ok((host, device))
-    }
-
-    /// Makes sure that a range is memory of this device, asking the driver only about storages that
-    /// no earlier view lay in. A framework's storage may consist of several blocks in a row.
-    fn look_up(&self, storages: &mut Vec<(u64, u64)>, start: u64, len: u64) -> Result<()> {
-        let outside = || {
-            Error::new(ErrorKind::InvalidInput, COPY, "the source leaves its device memory")
-                .with("address", DevicePtr(start))
-                .with("bytes", len)
-                .remedy("the tensor has been freed, or its address or length is wrong")
-        };
-        let end = start.checked_add(len).ok_or_else(outside)?;
-        let mut at = start;
-        while at < end {
-            let known = storages.iter().find(|(base, end)| (*base..*end).contains(&at));
-            let (_, known_end) = match known {
-                Some(known) => *known,
-                None => {
-                    let found = self.device.with(|api| api.address_range(DevicePtr(at)));
-                    let (base, len) = found.map_err(|error| outside().source(error))?;
-                    let storage = (base.0, base.0.saturating_add(len));
-                    if !(storage.0..storage.1).contains(&at) {
-                        return Err(outside());
-                    }
-                    storages.push(storage);
-                    storage
-                }
-            };
-            at = known_end;
-        }
-        Ok(())
     }
 }
 
@@ -336,6 +305,42 @@ impl Lane {
         }
         Ok(self.staging.as_mut().expect("just made"))
     }
+}
+
+/// Makes sure that a range is memory of a device, asking the driver only about storages that
+/// no earlier view lay in. A framework's storage may consist of several blocks in a row.
+pub(super) fn look_up(
+    device: &Device,
+    storages: &mut Vec<(u64, u64)>,
+    start: u64,
+    len: u64,
+) -> Result<()> {
+    let outside = || {
+        Error::new(ErrorKind::InvalidInput, COPY, "the source leaves its device memory")
+            .with("address", DevicePtr(start))
+            .with("bytes", len)
+            .remedy("the tensor has been freed, or its address or length is wrong")
+    };
+    let end = start.checked_add(len).ok_or_else(outside)?;
+    let mut at = start;
+    while at < end {
+        let known = storages.iter().find(|(base, end)| (*base..*end).contains(&at));
+        let (_, known_end) = match known {
+            Some(known) => *known,
+            None => {
+                let found = device.with(|api| api.address_range(DevicePtr(at)));
+                let (base, len) = found.map_err(|error| outside().source(error))?;
+                let storage = (base.0, base.0.saturating_add(len));
+                if !(storage.0..storage.1).contains(&at) {
+                    return Err(outside());
+                }
+                storages.push(storage);
+                storage
+            }
+        };
+        at = known_end;
+    }
+    Ok(())
 }
 
 /// Queues one copy.

@@ -16,6 +16,7 @@ mod kinds;
 mod memory;
 #[cfg(feature = "scripted-cuda")]
 pub mod scripted;
+mod staging;
 mod symbols;
 
 pub use api::{
@@ -30,3 +31,4 @@ pub use driver::{MIN_CUDA_VERSION, driver, driver_at};
 pub use error::{CudaError, CudaResult, During};
 pub use kinds::{ArenaKind, ArenaPeers, KindProbe, Tried};
 pub use memory::PeerMemory;
+pub use staging::{Crossing, PageLock, Part, Staging, StagingConfig};

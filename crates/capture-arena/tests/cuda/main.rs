@@ -6,6 +6,7 @@ mod blocks;
 mod copies;
 mod faults;
 mod peers;
+mod staging;
 mod streams;
 
 use std::sync::Arc;

@@ -393,7 +393,8 @@ mod tests {
         // SAFETY: a consumer's look at what it took over.
         let seen = unsafe { raw.as_ref() };
         // SAFETY: 48 bytes, as the shape says.
-        assert_eq!(unsafe { *seen.tensor.data.cast::<u8>().add(47) }, 55);
+        let bytes = unsafe { std::slice::from_raw_parts(seen.tensor.data.cast::<u8>(), 48) };
+        assert_eq!(bytes[47], 55);
         let deleter = seen.deleter.unwrap();
         std::thread::scope(|scope| {
             let raw = raw.as_ptr().expose_provenance();

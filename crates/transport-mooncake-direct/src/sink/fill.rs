@@ -1,6 +1,9 @@
 //! Filling reserved ranges from what is published: by the CPU, or by the device that the arena is
 //! on.
 
+#[cfg(feature = "cuda")]
+mod device;
+
 use std::time::{Duration, Instant};
 
 use capture_arena::{Arena, SamplePlan};
@@ -8,7 +11,7 @@ use capture_arena::{Arena, SamplePlan};
 use transport_core::RegionKind;
 use transport_core::{Error, ErrorKind, Publication, Ready, RegionMut, Result};
 
-use super::SinkReservation;
+use super::{SinkConfig, SinkReservation};
 
 /// Tensor payload that publishing moved, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,22 +28,40 @@ pub(super) enum Filler {
     Cpu,
     #[cfg(feature = "cuda")]
     Device(capture_arena::cuda::Copier),
+    /// The CPU, and a device where that has the sources.
+    #[cfg(feature = "cuda")]
+    Both(device::ToHost),
 }
 
 impl Filler {
     /// The one for the arena's memory; its streams are made here.
-    pub(super) fn new(arena: &Arena) -> Result<Self> {
+    pub(super) fn new(arena: &Arena, config: &SinkConfig) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        if let Some(block) = arena.backing().device_block() {
-            return capture_arena::cuda::Copier::new(block.device()).map(Self::Device);
+        match (arena.backing().device_block(), &config.staging) {
+            (Some(block), None) => {
+                return capture_arena::cuda::Copier::new(block.device()).map(Self::Device);
+            }
+            (None, Some(staging)) => return device::ToHost::new(staging, arena).map(Self::Both),
+            (Some(_), Some(_)) => {
+                let why = "an arena in device memory needs no staging";
+                return Err(Error::new(ErrorKind::ConfigInvalid, "start sink", why)
+                    .remedy("leave it out, or make the arena in host memory"));
+            }
+            (None, None) => {}
         }
-        let _ = arena;
+        let _ = (arena, config);
         Ok(Self::Cpu)
     }
 
-    /// Whether samples are written by the CPU.
+    /// Whether samples lie in host memory.
     pub(super) fn is_cpu(&self) -> bool {
-        matches!(self, Self::Cpu)
+        match self {
+            Self::Cpu => true,
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => false,
+            #[cfg(feature = "cuda")]
+            Self::Both(_) => true,
+        }
     }
 
     /// Memory that unfinished copies may still write, in bytes.
@@ -49,6 +70,8 @@ impl Filler {
             Self::Cpu => 0,
             #[cfg(feature = "cuda")]
             Self::Device(copier) => copier.quarantined_bytes(),
+            #[cfg(feature = "cuda")]
+            Self::Both(to_host) => to_host.quarantined_bytes(),
         }
     }
 
@@ -60,7 +83,19 @@ impl Filler {
                     Self::Cpu if publication.unreachable() != Some(name) => continue,
                     Self::Cpu => (
                         "this sink cannot read device memory",
-                        "copy the tensor to host memory first",
+                        "copy the tensor to host memory first, or give the sink staging buffers",
+                    ),
+                    #[cfg(feature = "cuda")]
+                    Self::Both(to_host)
+                        if publication.unreachable() != Some(name)
+                            || to_host.reads(tensor.data.kind()) =>
+                    {
+                        continue;
+                    }
+                    #[cfg(feature = "cuda")]
+                    Self::Both(_) => (
+                        "the tensor lies on another device than this sink reads",
+                        "give the sink the staging buffers of that device",
                     ),
                     #[cfg(feature = "cuda")]
                     Self::Device(_) if tensor.data.kind() == RegionKind::Unwritten => (
@@ -100,6 +135,8 @@ impl Filler {
             Self::Cpu => fill_by_cpu(&mut reservation, batch, deadline)?,
             #[cfg(feature = "cuda")]
             Self::Device(copier) => device::fill(copier, &mut reservation, batch, deadline)?,
+            #[cfg(feature = "cuda")]
+            Self::Both(to_host) => to_host.fill(&mut reservation, batch, deadline)?,
         };
         for (i, publication) in batch.iter().enumerate() {
             reservation.set_aux_layer_ids(i, publication.aux_layer_ids.clone());
@@ -133,95 +170,26 @@ fn fill_by_cpu(
         if let Ready::After(event) = &publication.ready {
             event.wait(left(deadline)).map_err(|e| e.with("sample", &publication.sample))?;
         }
-        let tensors = 0..publication.tensors.len();
-        let mut regions: Vec<_> = tensors.map(|j| reservation.take(i, j)).collect();
-        let bytes = |region| RegionMut::as_mut_bytes(region).expect("an arena is host memory");
-        let mut destinations: Vec<_> = regions.iter_mut().map(bytes).collect();
-        publication
-            .write_into(&mut destinations)
-            .map_err(|e| e.with("sample", &publication.sample))?;
-        for (j, region) in regions.into_iter().enumerate() {
-            host += region.len() as u64;
-            reservation.put_back(i, j, region)?;
-        }
+        host += write_sample(reservation, i, publication)?;
     }
     Ok(Moved { host, device: 0 })
 }
 
-#[cfg(feature = "cuda")]
-mod device {
-    use std::{
-        sync::Arc,
-        time::{Duration, Instant},
-    };
-
-    use capture_arena::cuda::{Copier, CopyPiece, Event};
-    use transport_core::{Dtype, Publication, Ready, ReadyEvent, Result, TensorMeta};
-
-    use super::{Moved, SinkReservation, left};
-
-    /// Longest wait for copies without a deadline.
-    const LONGEST: Duration = Duration::from_secs(24 * 3600);
-
-    /// Whether a tensor may start on the host under a device protocol: ids and masks come with the
-    /// request. What a model computes is floating point, and is on the device already.
-    pub(super) fn may_come_from_host(meta: &TensorMeta) -> bool {
-        matches!(
-            meta.dtype(),
-            Dtype::Int64
-                | Dtype::Int32
-                | Dtype::Int16
-                | Dtype::Int8
-                | Dtype::Uint64
-                | Dtype::Uint32
-                | Dtype::Uint16
-                | Dtype::Uint8
-                | Dtype::Bool
-        )
+/// Writes a sample whose sources are ready and in host memory; how many bytes those are.
+fn write_sample(
+    reservation: &mut SinkReservation,
+    sample: usize,
+    publication: &Publication,
+) -> Result<u64> {
+    let tensors = 0..publication.tensors.len();
+    let mut regions: Vec<_> = tensors.map(|j| reservation.take(sample, j)).collect();
+    let bytes = |region| RegionMut::as_mut_bytes(region).expect("an arena is host memory");
+    let mut destinations: Vec<_> = regions.iter_mut().map(bytes).collect();
+    publication.write_into(&mut destinations).map_err(|e| e.with("sample", &publication.sample))?;
+    let mut written = 0;
+    for (j, region) in regions.into_iter().enumerate() {
+        written += region.len() as u64;
+        reservation.put_back(sample, j, region)?;
     }
-
-    /// Queues all copies behind the events of all sources, and waits for them once.
-    pub(super) fn fill(
-        copier: &Copier,
-        reservation: &mut SinkReservation,
-        batch: &[Publication],
-        deadline: Option<Instant>,
-    ) -> Result<Moved> {
-        let mut seen: Vec<&Arc<dyn ReadyEvent>> = Vec::new();
-        let mut after: Vec<&Event> = Vec::new();
-        for publication in batch {
-            let Ready::After(event) = &publication.ready else { continue };
-            if seen.iter().any(|seen| Arc::ptr_eq(seen, event)) {
-                continue;
-            }
-            match event.as_any().and_then(|any| any.downcast_ref()) {
-                Some(event) => after.push(event),
-                // Not one that a stream can wait for.
-                None => {
-                    event
-                        .wait(left(deadline))
-                        .map_err(|e| e.with("sample", &publication.sample))?;
-                }
-            }
-            seen.push(event);
-        }
-        let objects = batch.iter().map(|publication| publication.tensors.len());
-        let mut pieces = Vec::with_capacity(objects.sum());
-        for (i, publication) in batch.iter().enumerate() {
-            for (j, tensor) in publication.tensors.values().enumerate() {
-                let dst = reservation.take(i, j);
-                pieces.push(CopyPiece { src: tensor.data.clone(), dst });
-            }
-        }
-        let until = deadline.unwrap_or_else(|| Instant::now() + LONGEST);
-        // An arena's ranges reach to the next multiple of 512.
-        let copied = copier.copy(pieces, &after, true, until)?;
-        let mut regions = copied.regions.into_iter();
-        for (i, publication) in batch.iter().enumerate() {
-            for (j, region) in (0..publication.tensors.len()).zip(regions.by_ref()) {
-                reservation.put_back(i, j, region)?;
-            }
-        }
-        Ok(Moved { host: copied.host_bytes, device: copied.device_bytes })
-    }
+    Ok(written)
 }

@@ -207,7 +207,8 @@ impl TcpEngine {
         if inner.closed.load(Ordering::Relaxed) {
             return Err(Error::new(ErrorKind::Closed, "read", "the engine is closed").into());
         }
-        if let Some(op) = ops.iter().position(|op| !op.dst.kind().is_host()) {
+        let is_device = |op: &ReadOp| !op.dst.kind().is_host() && !op.dst.is_empty();
+        if let Some(op) = ops.iter().position(is_device) {
             let error =
                 Error::new(ErrorKind::Unsupported, "read", "tcp cannot read into device memory")
                     .remedy("read into host memory, or choose an engine for devices");
@@ -365,7 +366,7 @@ impl Inner {
         let pieces = ops.iter_mut().map(|op| Piece {
             address: op.address,
             joinable: op.same_object,
-            dst: op.dst.as_mut_bytes().expect("checked to be host memory"),
+            dst: op.dst.as_mut_bytes().unwrap_or_default(), // empty where it is a device's
         });
         let requests = plan(pieces, max_request);
         let lanes = lanes.min(requests.len());

@@ -14,7 +14,8 @@ use parking_lot::Mutex;
 use transport_core::{Capabilities, ClientId, Error, ErrorKind, MapMark, Result, TransportInfo};
 
 use super::{
-    DirectTransport, EngineState, Inner, publishers::Publishers, transfer::Transfers, uses::Uses,
+    DirectTransport, EngineState, Inner, publishers::Publishers, reach::Reach, transfer::Transfers,
+    uses::Uses,
 };
 use crate::{CaptureSink, ControlOptions, MooncakeEngine, TcpEngine, TcpOptions, workers::Workers};
 
@@ -64,6 +65,8 @@ pub struct DirectTransportBuilder {
     mooncake: Option<MooncakeEngine>,
     #[cfg(feature = "cuda")]
     cuda: Option<crate::cuda::CudaEngine>,
+    #[cfg(feature = "cuda")]
+    staging: Option<capture_arena::cuda::Staging>,
     control_attempts: Option<u32>,
     connect_timeout: Option<Duration>,
     reason: Option<String>,
@@ -134,6 +137,15 @@ impl DirectTransportBuilder {
     #[must_use]
     pub fn cuda(mut self, engine: crate::cuda::CudaEngine) -> Self {
         self.cuda = Some(engine);
+        self
+    }
+
+    /// Page-locked buffers through which [`Engine::Tcp`] fills memory of their device too: the pool
+    /// or the caller's. Such bytes are host payload.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn staging(mut self, staging: capture_arena::cuda::Staging) -> Self {
+        self.staging = Some(staging);
         self
     }
 
@@ -209,6 +221,10 @@ impl DirectTransportBuilder {
                 can.cross_host = false; // but within a fabric
                 can.device_memory = true;
             }
+            #[cfg(feature = "cuda")]
+            if self.engine == Some(Engine::Tcp) && self.staging.is_some() {
+                can.device_memory = true;
+            }
             can
         };
         let scheme = self.engine.map_or("direct", Engine::name);
@@ -233,8 +249,26 @@ impl DirectTransportBuilder {
                     .remedy("make a CudaEngine on the trainer's device and give it to the builder")
             })?)),
         };
+        let reach = match &state {
+            #[cfg(feature = "cuda")]
+            Some(EngineState::Cuda(engine)) => {
+                Reach { host: false, device: Some(engine.device().region_kind()) }
+            }
+            #[cfg(feature = "cuda")]
+            Some(EngineState::Tcp(_)) => {
+                let device = self.staging.as_ref().map(|staging| staging.device().region_kind());
+                Reach { host: true, device }
+            }
+            _ => Reach::HOST,
+        };
+        #[cfg(feature = "cuda")]
+        if self.staging.is_some() && self.engine != Some(Engine::Tcp) {
+            return Err(invalid("only the tcp engine goes through staging buffers")
+                .with("engine", scheme)
+                .remedy("leave them out, or read with the tcp engine"));
+        }
         if let Some(pool) = &self.pool {
-            check_pool(pool, state.as_ref())?;
+            check_pool(pool, reach)?;
         }
         let engine = match self.engine {
             Some(Engine::Shm) => format!("featurestore shm {version}"),
@@ -261,6 +295,9 @@ impl DirectTransportBuilder {
         }
         let inner = Inner {
             engine: state,
+            reach,
+            #[cfg(feature = "cuda")]
+            staging: self.staging,
             pool: self.pool,
             client: control.client.clone(),
             publishers: Publishers::new(control, mark),
@@ -278,22 +315,21 @@ impl DirectTransportBuilder {
 }
 
 /// Refuses a pool that the engine cannot fill.
-fn check_pool(pool: &RegionPool, engine: Option<&EngineState>) -> Result<()> {
-    let (found, expected) = (pool.backing().kind(), engine.and_then(EngineState::device_kind));
-    let (fits, remedy) = match expected {
-        Some(kind) => (found == kind, "make the pool in memory of the engine's device"),
-        None => (found.is_host(), "make the pool in host memory, or read with the cuda engine"),
-    };
-    if fits {
+fn check_pool(pool: &RegionPool, reach: Reach) -> Result<()> {
+    let found = pool.backing().kind();
+    if reach.takes(found) {
         return Ok(());
     }
-    let expected = expected.map_or("host memory".into(), |kind| format!("{kind:?}"));
+    let remedy = match reach.device {
+        Some(_) => "make the pool in memory of the engine's device",
+        None => "make the pool in host memory, or read with the cuda engine",
+    };
     Err(Error::new(
         ErrorKind::ConfigInvalid,
         "build transport",
         "the engine cannot fill the receive pool",
     )
-    .with("expected", expected)
+    .with("expected", reach.name())
     .with("found", format_args!("{found:?}"))
     .remedy(remedy))
 }

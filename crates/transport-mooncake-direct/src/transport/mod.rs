@@ -3,6 +3,7 @@
 mod builder;
 mod fetch;
 mod publishers;
+mod reach;
 mod release;
 mod request;
 mod transfer;
@@ -22,12 +23,13 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use transport_core::{
     ClientId, Descriptor, Error, ErrorKind, FetchOptions, FetchRequest, Fetched, Health,
-    Publication, PublishOptions, RegionKind, Release, ReleaseReport, Result, SessionName,
-    Transport, TransportInfo,
+    Publication, PublishOptions, Release, ReleaseReport, Result, SessionName, Transport,
+    TransportInfo,
 };
 
 pub use builder::{DirectTransportBuilder, Engine};
 use publishers::Publishers;
+use reach::Reach;
 pub use release::PendingRelease;
 use transfer::Transfers;
 pub(crate) use uses::InUse;
@@ -73,6 +75,9 @@ pub struct DirectTransport {
 #[derive(Debug)]
 struct Inner {
     engine: Option<EngineState>,
+    reach: Reach,
+    #[cfg(feature = "cuda")]
+    staging: Option<capture_arena::cuda::Staging>,
     pool: Option<RegionPool>,
     client: ClientId,
     publishers: Publishers,
@@ -95,15 +100,6 @@ enum EngineState {
 }
 
 impl EngineState {
-    /// The kind of memory that destinations must have; none where it is the host's, of any kind.
-    fn device_kind(&self) -> Option<RegionKind> {
-        match self {
-            #[cfg(feature = "cuda")]
-            Self::Cuda(engine) => Some(engine.device().region_kind()),
-            _ => None,
-        }
-    }
-
     /// Whether some bytes of a tensor can be read alone. What shm shows costs nothing whole.
     fn reads_ranges(&self) -> bool {
         matches!(self, Self::Tcp(_) | Self::Mooncake(_))
@@ -362,6 +358,10 @@ impl Inner {
         health.host_payload_bytes += self.host_bytes.load(Ordering::Relaxed);
         health.device_payload_bytes += self.device_bytes.load(Ordering::Relaxed);
         health.quarantined_bytes += self.transfers.quarantined();
+        #[cfg(feature = "cuda")]
+        if let Some(staging) = &self.staging {
+            health.quarantined_bytes += staging.quarantined_bytes();
+        }
         health.deferred_samples += self.uses.deferred();
         if let Some(error) = &*self.last_error.lock() {
             health.last_error = Some(error.clone());

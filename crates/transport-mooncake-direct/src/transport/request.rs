@@ -6,8 +6,10 @@ use capture_arena::RegionPool;
 use smallvec::SmallVec;
 use transport_core::{
     ArenaLocation, Descriptor, Destination, Error, ErrorKind, FeatureDescriptor, FeatureName,
-    FetchRequest, Location, ObjectKey, RegionKind, RegionMut, RemoteAddr, Result, TensorMeta,
+    FetchRequest, Location, ObjectKey, RegionMut, RemoteAddr, Result, TensorMeta,
 };
+
+use super::reach::Reach;
 
 /// One sample to read, checked.
 #[derive(Debug)]
@@ -16,6 +18,8 @@ pub(super) struct Wanted {
     pub(super) tensors: Vec<WantedTensor>,
     /// Tensors are read where they are.
     pub(super) view: bool,
+    /// Tensors go to slots of the pool.
+    pooled: bool,
 }
 
 /// One tensor to read.
@@ -47,12 +51,11 @@ impl WantedTensor {
 }
 
 impl Wanted {
-    /// Checks a request; whatever can be seen without asking anybody. `kind` is that of the
-    /// destinations that the engine fills, if not any of the host's.
+    /// Checks a request; whatever can be seen without asking anybody.
     pub(super) fn check(
         request: FetchRequest,
         (views, ranges): (bool, bool),
-        kind: Option<RegionKind>,
+        reach: Reach,
         pool: Option<&RegionPool>,
     ) -> Result<Self> {
         let part = request.ranged(ranges)?;
@@ -64,6 +67,7 @@ impl Wanted {
         let mut wanted = Self {
             tensors: Vec::with_capacity(names.as_ref().map_or(descriptor.features.len(), Vec::len)),
             view: matches!(destination, Destination::View),
+            pooled: matches!(destination, Destination::Pool),
             descriptor,
         };
         match names {
@@ -93,7 +97,7 @@ impl Wanted {
         if let (Some(ranges), Some(meta), [one]) = (ranges, part, &mut *wanted.tensors) {
             one.part = Some(Box::new(PartOf { ranges, meta }));
         }
-        wanted.place(destination, views, kind, pool)?;
+        wanted.place(destination, views, reach, pool)?;
         Ok(wanted)
     }
 
@@ -128,6 +132,11 @@ impl Wanted {
         &self.described(self.tensors[tensor].feature).1.meta
     }
 
+    /// Whether each operation fills a slot of the pool, whose padding is its own.
+    pub(super) fn owns_padding(&self) -> bool {
+        self.pooled && self.tensors.iter().all(|tensor| tensor.part.is_none())
+    }
+
     /// What the caller gets.
     pub(super) fn result(&self, tensor: usize) -> &TensorMeta {
         self.tensors[tensor].part.as_ref().map_or_else(|| self.meta(tensor), |part| &part.meta)
@@ -149,7 +158,7 @@ impl Wanted {
         &mut self,
         destination: Destination,
         views: bool,
-        kind: Option<RegionKind>,
+        reach: Reach,
         pool: Option<&RegionPool>,
     ) -> Result<()> {
         match destination {
@@ -195,7 +204,9 @@ impl Wanted {
                 }
                 for (i, region) in regions.into_iter().enumerate() {
                     let expected = self.result(i).nbytes();
-                    check_kind(&region, kind).map_err(|e| e.with("key", self.key(i)))?;
+                    if !region.is_empty() {
+                        reach.check(region.kind()).map_err(|e| e.with("key", self.key(i)))?;
+                    }
                     if region.len() as u64 != expected {
                         return Err(Error::new(
                             ErrorKind::InvalidInput,
@@ -212,22 +223,6 @@ impl Wanted {
             }
             _ => Err(Error::new(ErrorKind::Unsupported, "fetch", "an unknown destination")),
         }
-    }
-}
-
-/// Refuses a destination that the engine cannot fill; one without bytes may lie anywhere.
-fn check_kind(region: &RegionMut, expected: Option<RegionKind>) -> Result<()> {
-    let found = region.kind();
-    let unsupported = |why| Error::new(ErrorKind::Unsupported, "fetch", why);
-    match expected {
-        None if found.is_host() => Ok(()),
-        None => Err(unsupported("this engine cannot write device memory")
-            .remedy("fetch into host memory, or read with the cuda engine")),
-        Some(expected) if found == expected || region.is_empty() => Ok(()),
-        Some(expected) => Err(unsupported("this engine writes memory of its device only")
-            .with("expected", format_args!("{expected:?}"))
-            .with("found", format_args!("{found:?}"))
-            .remedy("fetch into memory of that device")),
     }
 }
 

@@ -2,6 +2,8 @@
 
 mod group;
 mod read;
+#[cfg(feature = "cuda")]
+mod staged;
 
 use std::time::Instant;
 
@@ -28,7 +30,7 @@ impl Inner {
             .into_iter()
             .map(|request| {
                 let can = (views, engine.reads_ranges());
-                Wanted::check(request, can, engine.device_kind(), self.pool.as_ref())
+                Wanted::check(request, can, self.reach, self.pool.as_ref())
             })
             .collect::<Result<Vec<_>>>()?;
         let mut groups = self.group(&samples)?;
@@ -105,10 +107,17 @@ impl Inner {
         match engine {
             EngineState::Shm => self.read_shared(samples, groups, deadline, transfer),
             EngineState::Tcp(engine) => {
+                #[cfg(feature = "cuda")]
+                if let Some(staging) = &self.staging {
+                    let owns_padding = samples.iter().all(Wanted::owns_padding);
+                    let staged = staged::Staged { engine, staging, owns_padding };
+                    let read = |session: &_, ops, options: &_| staged.read(session, ops, options);
+                    return self.read_remote(read, true, samples, groups, deadline, transfer);
+                }
                 let read = |session: &_, mut ops: Vec<_>, options: &_| {
                     engine.read_ops(session, &mut ops, options).map(|()| ops)
                 };
-                self.read_remote(read, samples, groups, deadline, transfer)
+                self.read_remote(read, true, samples, groups, deadline, transfer)
             }
             #[cfg(feature = "cuda")]
             EngineState::Cuda(engine) => {
@@ -118,11 +127,11 @@ impl Inner {
                     }
                     engine.read_ops(session, ops, options)
                 };
-                self.read_remote(read, samples, groups, deadline, transfer)
+                self.read_remote(read, false, samples, groups, deadline, transfer)
             }
             EngineState::Mooncake(engine) => {
                 let read = |session: &_, ops, options: &_| engine.read_ops(session, ops, options);
-                self.read_remote(read, samples, groups, deadline, transfer)
+                self.read_remote(read, false, samples, groups, deadline, transfer)
             }
         }
     }

@@ -65,10 +65,12 @@ impl Inner {
         Ok(read)
     }
 
-    /// Reads with an engine that fills destinations from one peer's memory at a time.
+    /// Reads with an engine that fills destinations from one peer's memory at a time. With `by_host`
+    /// the bytes pass through host memory wherever they go.
     pub(super) fn read_remote(
         &self,
         read_ops: impl Fn(&SessionName, Vec<ReadOp>, &ReadOptions) -> Result<Vec<ReadOp>, ReadError>,
+        by_host: bool,
         samples: &mut [Wanted],
         groups: &[Group],
         deadline: Instant,
@@ -124,7 +126,8 @@ impl Inner {
                 for &i in batch {
                     for j in 0..samples[i].tensors.len() {
                         let data = filled(ops.by_ref().take(samples[i].tensors[j].ops()))?;
-                        let moved = if data.kind().is_host() { &mut host } else { &mut device };
+                        let by_host = by_host || data.kind().is_host();
+                        let moved = if by_host { &mut host } else { &mut device };
                         *moved += data.len() as u64;
                         add(&mut read[i], &samples[i], j, data)?;
                     }
