@@ -156,6 +156,7 @@ impl TensorMeta {
     }
 
     /// Size in bytes.
+    #[inline]
     pub fn nbytes(&self) -> u64 {
         self.nbytes
     }

@@ -48,6 +48,7 @@ pub enum RegionKind {
 
 impl RegionKind {
     /// Whether the CPU can read and write the bytes.
+    #[inline]
     pub const fn is_host(self) -> bool {
         matches!(self, Self::Host | Self::Shared)
     }
@@ -140,26 +141,31 @@ impl RegionMut {
     }
 
     /// Number of bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
     /// Whether there are no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
     /// Where the bytes live.
+    #[inline]
     pub fn kind(&self) -> RegionKind {
         self.0.kind
     }
 
     /// First address, for handing to an operating-system or device call.
+    #[inline]
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.0.start.as_ptr()
     }
 
     /// First address as a number, for a descriptor or a log.
+    #[inline]
     pub fn address(&self) -> usize {
         self.0.start.as_ptr() as usize
     }
@@ -197,6 +203,7 @@ impl RegionMut {
     }
 
     /// Ends writing: from here on the bytes are only read.
+    #[inline]
     pub fn freeze(self) -> RegionSlice {
         RegionSlice(self.0)
     }
@@ -291,16 +298,19 @@ impl RegionSlice {
     }
 
     /// Number of bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
     /// Whether there are no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
     /// Where the bytes live.
+    #[inline]
     pub fn kind(&self) -> RegionKind {
         self.0.kind
     }
@@ -311,6 +321,7 @@ impl RegionSlice {
     }
 
     /// First address as a number, for a descriptor or a log.
+    #[inline]
     pub fn address(&self) -> usize {
         self.0.start.as_ptr() as usize
     }

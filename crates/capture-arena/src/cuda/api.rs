@@ -322,6 +322,7 @@ impl DevicePtr {
     /// # Panics
     /// Beyond the last address, in debug builds.
     #[must_use]
+    #[inline]
     pub fn offset(self, bytes: u64) -> Self {
         Self(self.0 + bytes)
     }

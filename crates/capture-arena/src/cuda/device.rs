@@ -470,6 +470,7 @@ impl Pinned {
     }
 
     /// The whole words, to write. No copy may be under way that uses what is written.
+    #[inline]
     pub fn as_mut_words(&mut self) -> &mut [u64] {
         // SAFETY: allocated, in pages, and zeroed by the constructor; every pattern of bits is an
         // integer; borrowed with the handle.

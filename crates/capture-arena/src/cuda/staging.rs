@@ -31,16 +31,17 @@ pub struct PageLock {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingConfig {
-    /// Bytes of a buffer. Default: 16 MiB, which takes a bus a third of a millisecond.
+    /// Bytes of a buffer. Default: 4 MiB, which takes a bus a tenth of a millisecond, and a
+    /// connection a multiple of that.
     pub buffer_bytes: u64,
     /// Buffers, of all calls together; a call has two or more of them in flight if it gets them.
-    /// Default: 8.
+    /// Default: 32.
     pub buffers: u32,
 }
 
 impl Default for StagingConfig {
     fn default() -> Self {
-        Self { buffer_bytes: 16 << 20, buffers: 8 }
+        Self { buffer_bytes: 4 << 20, buffers: 32 }
     }
 }
 
@@ -228,20 +229,29 @@ impl Crossing {
     /// [`ErrorKind::Timeout`]; what the device reports.
     pub fn buffer(&mut self, deadline: Instant) -> Result<RegionMut> {
         loop {
-            self.let_go_of_done()?;
-            let inner = &self.staging.0;
-            match inner.pool.take(inner.config.buffer_bytes as usize) {
-                Ok(buffer) => return Ok(buffer),
-                Err(full) if Instant::now() >= deadline => {
-                    let why = "no buffer is free in time";
-                    return Err(Error::new(ErrorKind::Timeout, STAGE, why).source(full));
-                }
-                Err(_) => match self.groups.front() {
-                    Some((done, _)) => done.synchronize_within(left(deadline))?,
-                    None => std::thread::sleep(NAP),
-                },
+            if let Some(buffer) = self.try_buffer()? {
+                return Ok(buffer);
+            }
+            if Instant::now() >= deadline {
+                return Err(Error::new(ErrorKind::Timeout, STAGE, "no buffer is free in time")
+                    .with("buffers", self.staging.0.config.buffers)
+                    .remedy("make more buffers, or run fewer calls at a time"));
+            }
+            match self.groups.front() {
+                Some((done, _)) => done.synchronize_within(left(deadline))?,
+                None => std::thread::sleep(NAP),
             }
         }
+    }
+
+    /// Takes a buffer if one is free.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn try_buffer(&mut self) -> Result<Option<RegionMut>> {
+        self.let_go_of_done()?;
+        let inner = &self.staging.0;
+        Ok(inner.pool.take(inner.config.buffer_bytes as usize).ok())
     }
 
     /// Sends bytes on their way, and returns at once. Sources stay until they are copied; neighbours

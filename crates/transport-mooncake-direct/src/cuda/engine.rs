@@ -35,8 +35,17 @@ pub struct CudaOptions {
     pub policy: CopyPolicy,
     /// For how long the description of a peer that tells no life is trusted; then it is asked
     /// again, and what it has freed is closed. Peers of this library tell their life and are asked
-    /// once. Default: 1 second.
+    /// once. At most [`CudaOptions::MAX_TRUST`]. Default: 1 second.
+    ///
+    /// Within this window a read may still show memory that the peer has freed, or has registered
+    /// anew at the same addresses: nothing tells it from what was there before, and no error is
+    /// possible. Whoever reads from such peers keeps the ranges registered until the read is over.
     pub trust: Duration,
+}
+
+impl CudaOptions {
+    /// Longest [`trust`](Self::trust): as long as the default lease of what is published to others.
+    pub const MAX_TRUST: Duration = Duration::from_secs(30);
 }
 
 impl Default for CudaOptions {
@@ -85,8 +94,6 @@ pub struct CudaStats {
 /// Copies of one call, with everything that must live until they are done.
 struct Batch {
     ops: Vec<ReadOp>,
-    pieces: u64,
-    bytes: u64,
     blocks: Vec<Arc<OpenedBlock>>,
 }
 
@@ -101,8 +108,16 @@ impl CudaEngine {
     /// driver some milliseconds.
     ///
     /// # Errors
-    /// As [`GatherKernel::load`] and [`CopyLane::new`].
+    /// [`ErrorKind::ConfigInvalid`] for a trust that is too long; as [`GatherKernel::load`] and
+    /// [`CopyLane::new`].
     pub fn new(device: &Device, options: CudaOptions) -> Result<Self> {
+        if options.trust > CudaOptions::MAX_TRUST {
+            let why = "peers that tell no life would be trusted for too long";
+            return Err(Error::new(ErrorKind::ConfigInvalid, "make cuda engine", why)
+                .with("expected", format_args!("at most {:?}", CudaOptions::MAX_TRUST))
+                .with("found", format_args!("{:?}", options.trust))
+                .remedy("trust them for a second or so, and keep what they share registered"));
+        }
         let kernel = GatherKernel::load(device)?;
         let lane = CopyLane::new(&kernel, options.policy)?;
         Ok(Self(Arc::new(Inner {
@@ -157,13 +172,13 @@ impl CudaEngine {
             Some(lane) => lane,
             None => CopyLane::new(&self.0.kernel, self.0.options.policy)?,
         };
-        let mut batch = Batch { ops, pieces: 0, bytes: 0, blocks: Vec::new() };
+        let mut batch = Batch { ops, blocks: Vec::new() };
         let started = self.start(&mut lane, &peer, &mut batch, deadline);
         match (started, lane.finish(deadline)) {
-            (Ok(()), Ok(())) => {
+            (Ok((pieces, bytes)), Ok(())) => {
                 self.give_back(lane);
-                self.0.reads.fetch_add(batch.pieces, Ordering::Relaxed);
-                self.0.bytes.fetch_add(batch.bytes, Ordering::Relaxed);
+                self.0.reads.fetch_add(pieces, Ordering::Relaxed);
+                self.0.bytes.fetch_add(bytes, Ordering::Relaxed);
                 Ok(batch.ops)
             }
             (started, Err(error)) if error.kind() == ErrorKind::Timeout => {
@@ -177,11 +192,12 @@ impl CudaEngine {
             }
             // Nothing runs any more. The lane's streams may be in an error; it is not used again.
             (Err(failed), _) => Err(failed),
-            (Ok(()), Err(failed)) => Err(failed.into()),
+            (Ok(_), Err(failed)) => Err(failed.into()),
         }
     }
 
-    /// Checks the operations, opens what they read, and starts copying. One pass, since looking at
+    /// Checks the operations, opens what they read, and starts copying; how many pieces and bytes
+    /// those are. One pass, since looking at
     /// thousands of small pieces takes as long as the device needs to copy a part of them.
     fn start(
         &self,
@@ -189,10 +205,11 @@ impl CudaEngine {
         peer: &Peer,
         batch: &mut Batch,
         deadline: Instant,
-    ) -> Result<(), ReadError> {
+    ) -> Result<(u64, u64), ReadError> {
         let own = self.device().region_kind();
         let _bound = self.device().bind()?; // once for all calls
-        lane.begin()?;
+        let mut writer = lane.begin(deadline)?;
+        let (mut pieces, mut bytes) = (0, 0);
         // Most pieces lie where the one before does.
         let mut current = Place { base: RemoteAddr(0), bytes: 0, start: DevicePtr(0) };
         for (i, ReadOp { address, dst, .. }) in batch.ops.iter().enumerate() {
@@ -220,13 +237,13 @@ impl CudaEngine {
             // SAFETY: the source is mapped as long as the batch has its block. The destination is
             // the batch's alone, so that it overlaps with nothing; the batch is kept until the lane
             // says that it is over. Peers do not write what they have published.
-            unsafe { lane.add(op, deadline) }?;
-            batch.pieces += 1;
-            batch.bytes += len;
+            unsafe { writer.add(op) }?;
+            pieces += 1;
+            bytes += len;
         }
         // SAFETY: as above, for each.
-        unsafe { lane.launch() }?;
-        Ok(())
+        unsafe { writer.launch() }?;
+        Ok((pieces, bytes))
     }
 
     /// Where `len` bytes at `address` of the peer at `session` are in this process; opens the block
@@ -318,7 +335,7 @@ impl Unfinished for Stuck {
     }
 
     fn bytes(&self) -> u64 {
-        self.batch.bytes
+        self.batch.ops.iter().map(|op| op.dst.len() as u64).sum()
     }
 }
 

@@ -429,3 +429,37 @@ fn a_block_that_its_peer_registers_anew_is_opened_anew() {
     assert_eq!(error.kind(), ErrorKind::OutOfRange, "{error}");
     reader.ends_clean();
 }
+
+#[test]
+fn a_peer_that_tells_no_life_is_trusted_for_a_while_and_no_longer() {
+    let trust = Duration::from_millis(400);
+    let options = CudaOptions { trust, ..CudaOptions::default() };
+    let (reader, peer) = (Reader::with(options), Plain::start());
+    let cuda = ScriptedCuda::new(machine());
+    let device = Device::open(cuda.clone(), 0).unwrap();
+    let block = |byte: u8| {
+        let config = DeviceArenaConfig::new(2 * MIB, ArenaPeers::NvlinkIntra);
+        let block = DeviceBlock::create(&device, &config).unwrap();
+        cuda.poke(block.address(), &[byte; 100]);
+        block
+    };
+    let read = || {
+        let op = ReadOp::new(RemoteAddr(0x7f00_0000_0000), reader.pool.take(100).unwrap());
+        let ops = reader.engine.read(&peer.session, vec![op], &soon()).unwrap();
+        reader.peek(ops[0].dst.address(), 100)[0]
+    };
+    let first = block(1);
+    peer.say("nvlink_intra", &first);
+    let asked = Instant::now();
+    assert_eq!(read(), 1);
+    let second = block(2);
+    peer.say("nvlink_intra", &second);
+    let found = read();
+    assert!(found == 1 || asked.elapsed() >= trust, "what was told just now is not asked again");
+    std::thread::sleep(trust);
+    assert_eq!(read(), 2, "and after that what the peer says by then");
+    let too_long = CudaOptions { trust: CudaOptions::MAX_TRUST * 2, ..CudaOptions::default() };
+    let error = CudaEngine::new(&reader.device, too_long).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConfigInvalid, "{error}");
+    reader.ends_clean();
+}

@@ -93,8 +93,6 @@ pub struct CopyLane {
     copies: Stream,
     host: Pinned,        // signal and head, then the list
     device: DeviceBlock, // counter, then the list
-    list: Sequence,      // written and not launched yet
-    room: usize,         // pieces of the list, before something is launched
     ticket: u32,
     signalled: bool, // the last launch of the batch writes the ticket
     is_gathering: bool,
@@ -117,8 +115,6 @@ impl CopyLane {
             copies: device.stream()?,
             host: device.pinned(FRONT + LIST_BYTES)?,
             device: block,
-            list: Sequence::default(),
-            room: 0,
             ticket: 0,
             signalled: false,
             is_gathering: false,
@@ -174,81 +170,30 @@ impl CopyLane {
     /// All ranges stay mapped until the copies are done. Nothing else uses the destinations until
     /// then, and nothing writes the sources. No destination overlaps another one or a source.
     pub unsafe fn start(&mut self, ops: &[CopyOp], deadline: Instant) -> Result<()> {
-        self.begin()?;
         let device = self.device().clone();
         let _bound = device.bind()?; // once for all calls
+        let mut writer = self.begin(deadline)?;
         for op in ops {
             // SAFETY: the caller's promise.
-            unsafe { self.add(*op, deadline) }?;
+            unsafe { writer.add(*op) }?;
         }
         // SAFETY: as above.
-        unsafe { self.launch() }
+        unsafe { writer.launch() }
     }
 
-    /// Begins a batch that is told piece by piece: [`Self::add`], then [`Self::launch`].
-    pub(super) fn begin(&mut self) -> Result<()> {
+    /// Begins a batch that is told piece by piece.
+    pub(super) fn begin(&mut self, deadline: Instant) -> Result<Writer<'_>> {
         if !self.is_idle() {
             return Err(Error::new(ErrorKind::Busy, "copy", "the lane's last batch still runs")
                 .remedy("finish it first, or use another lane"));
         }
         self.ticket = self.ticket.wrapping_add(1);
         self.signalled = false;
-        self.list = Sequence::default();
-        self.room = match self.policy.ahead.min(MOST_INLINE) {
+        let room = match self.policy.ahead.min(MOST_INLINE) {
             0 => LIST_PIECES,
             ahead => ahead,
         };
-        Ok(())
-    }
-
-    /// Adds a piece. Large ones start at once, others when the batch is launched, or when there is
-    /// no room for more of them.
-    ///
-    /// Always inlined: a piece that goes through memory on its way waits for itself there.
-    ///
-    /// # Safety
-    /// As [`Self::start`].
-    #[inline(always)]
-    pub(super) unsafe fn add(&mut self, op: CopyOp, deadline: Instant) -> Result<()> {
-        if op.len >= self.policy.copy_from {
-            self.is_copying = true;
-            // SAFETY: the caller's promise.
-            return unsafe { self.copies.copy(op.dst, op.src, op.len) };
-        }
-        if op.len == 0 {
-            return Ok(());
-        }
-        if self.list.count as usize == self.room {
-            // SAFETY: as above.
-            unsafe { self.make_room(deadline) }?;
-        }
-        let at = FRONT_WORDS + self.list.count as usize * PIECE_WORDS;
-        let place = self.host.as_mut_words()[at..].first_chunk_mut();
-        self.list.push(&op, place.expect("room is left"));
-        Ok(())
-    }
-
-    /// Launches what was added and does not run yet.
-    ///
-    /// # Safety
-    /// As [`Self::start`].
-    pub(super) unsafe fn launch(&mut self) -> Result<()> {
-        if self.list.count == 0 {
-            return Ok(());
-        }
-        let signal = (self.policy.wait == Wait::Signal).then_some(Signal {
-            blocks: self.device.at.0,
-            done: self.host.address().0,
-            ticket: self.ticket,
-        });
-        self.signalled = signal.is_some();
-        if self.list.count as usize <= self.policy.upload_above.min(MOST_INLINE) {
-            self.is_gathering = true;
-            // SAFETY: the caller's promise; the signal's words are the lane's.
-            return unsafe { self.launch_inline(false, signal) };
-        }
-        // SAFETY: as above.
-        unsafe { self.launch_list(signal) }
+        Ok(Writer { list: Sequence::default(), room, deadline, lane: self })
     }
 
     /// Waits until all that was started is done.
@@ -277,50 +222,51 @@ impl CopyLane {
         gathered.and(copied)
     }
 
-    /// Launches what is in the list, so that it may be written from its start again.
+    /// Launches a full list, so that it may be written from its start again.
     #[cold]
-    unsafe fn make_room(&mut self, deadline: Instant) -> Result<()> {
-        if self.room < LIST_PIECES {
-            self.room = LIST_PIECES;
+    unsafe fn make_room(&mut self, list: Sequence, room: usize, deadline: Instant) -> Result<()> {
+        if room < LIST_PIECES {
             self.is_copying = true;
             // On the other stream: it runs while the list of what follows is uploaded.
             // SAFETY: the caller's promise.
-            unsafe { self.launch_inline(true, None) }?;
-        } else {
-            // SAFETY: as above.
-            unsafe { self.launch_list(None) }?;
-            until(deadline, || self.gathers.is_done())?; // the list is still read
+            return unsafe { self.launch_inline(list, true, None) };
         }
-        self.list = Sequence::default();
-        Ok(())
+        // SAFETY: as above.
+        unsafe { self.launch_list(list, None) }?;
+        until(deadline, || self.gathers.is_done()) // the list is still read
     }
 
     /// Queues a launch that carries the list.
-    unsafe fn launch_inline(&mut self, ahead: bool, signal: Option<Signal>) -> Result<()> {
+    unsafe fn launch_inline(
+        &mut self,
+        list: Sequence,
+        ahead: bool,
+        signal: Option<Signal>,
+    ) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
         let stream = if ahead { &self.copies } else { &self.gathers };
         let words = &mut self.host.as_mut_words()[FRONT_WORDS - HEAD_WORDS..];
         // SAFETY: the caller's promise.
-        unsafe { self.kernel.launch_inline(stream, words, self.list, share, signal) }
+        unsafe { self.kernel.launch_inline(stream, words, list, share, signal) }
     }
 
     /// Queues a launch that reads the list, and its upload before.
-    unsafe fn launch_list(&mut self, signal: Option<Signal>) -> Result<()> {
+    unsafe fn launch_list(&mut self, list: Sequence, signal: Option<Signal>) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
-        let bytes = self.list.count as usize * PIECE_WORDS * 8;
+        let bytes = list.count as usize * PIECE_WORDS * 8;
         let in_host = self.host.address().offset(FRONT as u64);
         self.is_gathering = true;
-        let list = if self.policy.list_in_host_memory {
+        let at = if self.policy.list_in_host_memory {
             in_host
         } else {
-            let list = self.device.at.offset(FRONT as u64);
+            let at = self.device.at.offset(FRONT as u64);
             // SAFETY: the lane's own memory, which nothing uses before the launch that follows.
-            unsafe { self.gathers.copy(list, in_host, bytes as u64) }?;
-            list
+            unsafe { self.gathers.copy(at, in_host, bytes as u64) }?;
+            at
         };
         // SAFETY: the list is there when the stream gets to the launch, and is written again only
         // when it is past; the rest is the caller's promise.
-        unsafe { self.kernel.launch_list(&self.gathers, list, self.list, share, signal) }
+        unsafe { self.kernel.launch_list(&self.gathers, at, list, share, signal) }
     }
 
     fn finish_gather(&self, deadline: Instant) -> Result<()> {
@@ -343,6 +289,69 @@ impl CopyLane {
                 })
             }
         }
+    }
+}
+
+/// Writes the pieces of a batch into the lane's list.
+///
+/// A local variable of whoever loops over the pieces: what changes with each of them stays in
+/// registers then, and is not waited for as it would be in the lane's memory.
+pub(super) struct Writer<'a> {
+    list: Sequence, // written and not launched yet
+    room: usize,    // pieces of the list, before something is launched
+    deadline: Instant,
+    lane: &'a mut CopyLane,
+}
+
+impl Writer<'_> {
+    /// Adds a piece. Large ones start at once, others when the batch is launched, or when there is
+    /// no room for more of them.
+    ///
+    /// # Safety
+    /// As [`CopyLane::start`].
+    #[inline(always)]
+    pub(super) unsafe fn add(&mut self, op: CopyOp) -> Result<()> {
+        if op.len >= self.lane.policy.copy_from {
+            self.lane.is_copying = true;
+            // SAFETY: the caller's promise.
+            return unsafe { self.lane.copies.copy(op.dst, op.src, op.len) };
+        }
+        if op.len == 0 {
+            return Ok(());
+        }
+        if self.list.count as usize == self.room {
+            // SAFETY: as above.
+            unsafe { self.lane.make_room(self.list, self.room, self.deadline) }?;
+            (self.list, self.room) = (Sequence::default(), LIST_PIECES);
+        }
+        let at = FRONT_WORDS + self.list.count as usize * PIECE_WORDS;
+        let place = self.lane.host.as_mut_words()[at..].first_chunk_mut();
+        self.list.push(&op, place.expect("room is left"));
+        Ok(())
+    }
+
+    /// Launches what was added and does not run yet.
+    ///
+    /// # Safety
+    /// As [`CopyLane::start`].
+    pub(super) unsafe fn launch(self) -> Result<()> {
+        let Self { list, lane, .. } = self;
+        if list.count == 0 {
+            return Ok(());
+        }
+        let signal = (lane.policy.wait == Wait::Signal).then_some(Signal {
+            blocks: lane.device.at.0,
+            done: lane.host.address().0,
+            ticket: lane.ticket,
+        });
+        lane.signalled = signal.is_some();
+        if list.count as usize <= lane.policy.upload_above.min(MOST_INLINE) {
+            lane.is_gathering = true;
+            // SAFETY: the caller's promise; the signal's words are the lane's.
+            return unsafe { lane.launch_inline(list, false, signal) };
+        }
+        // SAFETY: as above.
+        unsafe { lane.launch_list(list, signal) }
     }
 }
 

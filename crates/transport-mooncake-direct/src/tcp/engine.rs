@@ -278,6 +278,11 @@ impl TcpEngine {
         }
     }
 
+    /// Connections that one large batch may use at a time.
+    pub(crate) fn lanes(&self) -> usize {
+        self.0.options.lanes.max(1)
+    }
+
     /// What the peer at `session` says about itself now.
     pub fn metadata(&self, session: &SessionName, deadline: Instant) -> Result<SegmentDescriptor> {
         handshake::fetch_metadata(session, &self.0.own, deadline)

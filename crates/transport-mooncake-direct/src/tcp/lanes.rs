@@ -30,7 +30,7 @@ impl<'a> Queue<'a> {
 /// Runs `lane` on this thread and on `more` others, and returns the first failure.
 ///
 /// Returns when all have ended: nobody touches the destinations any more.
-pub(super) fn run<E: Send>(
+pub(crate) fn run<E: Send>(
     more: usize,
     lane: impl Fn(usize) -> Result<(), E> + Sync,
 ) -> Result<(), E> {

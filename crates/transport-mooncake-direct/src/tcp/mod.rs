@@ -9,7 +9,7 @@
 mod engine;
 mod exchange;
 mod handshake;
-mod lanes;
+pub(crate) mod lanes;
 mod peer;
 mod plan;
 mod segment;

@@ -1,15 +1,26 @@
 //! Device memory and an engine that fills the host's: bytes pass through page-locked buffers, and go
 //! on to the device while the next ones arrive.
 
-use std::time::Instant;
+use std::{
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    time::{Duration, Instant},
+};
 
 use capture_arena::{
     UNIT,
     cuda::{Crossing, Part, Staging},
 };
+use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, RegionMut, RemoteAddr, Result, SessionName};
 
-use crate::{ReadOp, ReadOptions, TcpEngine, tcp::ReadError};
+use crate::{
+    ReadOp, ReadOptions, TcpEngine,
+    net::timed_out,
+    tcp::{ReadError, lanes},
+};
+
+/// How often it is looked for a free buffer.
+const NAP: Duration = Duration::from_micros(50);
 
 /// What such reads go through.
 pub(super) struct Staged<'a> {
@@ -69,15 +80,21 @@ impl Staged<'_> {
         options: &ReadOptions,
     ) -> Result<Vec<RegionMut>, ReadError> {
         let lens: Vec<u64> = to.iter().map(|to| to.len() as u64).collect();
-        let mut crossing = self.staging.begin(to, self.owns_padding)?;
-        let bytes = self.staging.config().buffer_bytes;
-        for pieces in fill(&lens, bytes, self.owns_padding) {
-            if Instant::now() >= options.deadline {
-                return Err(crate::net::timed_out("read").into());
+        let buffers = fill(&lens, self.staging.config().buffer_bytes, self.owns_padding);
+        let crossing = Mutex::new(self.staging.begin(to, self.owns_padding)?);
+        let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        // Each reads one buffer after the other over a connection of its own.
+        let readers = self.engine.lanes().min(buffers.len()).max(1);
+        lanes::run(readers - 1, |_| {
+            while let Some(pieces) = buffers.get(next.fetch_add(1, Ordering::Relaxed))
+                && !failed.load(Ordering::Relaxed)
+            {
+                self.bring(session, addresses, pieces, &crossing, options)
+                    .inspect_err(|_| failed.store(true, Ordering::Relaxed))?;
             }
-            self.bring(session, addresses, &pieces, &mut crossing, options)?;
-        }
-        Ok(crossing.finish(options.deadline)?)
+            Ok::<_, ReadError>(())
+        })?;
+        Ok(crossing.into_inner().finish(options.deadline)?)
     }
 
     /// Reads one buffer full, and sends it on.
@@ -86,12 +103,12 @@ impl Staged<'_> {
         session: &SessionName,
         addresses: &[RemoteAddr],
         pieces: &[Piece],
-        crossing: &mut Crossing,
+        crossing: &Mutex<Crossing>,
         options: &ReadOptions,
     ) -> Result<(), ReadError> {
         let short =
             || Error::new(ErrorKind::Unexpected, "read", "a buffer is shorter than planned");
-        let mut rest = crossing.buffer(options.deadline)?;
+        let mut rest = buffer(crossing, options)?;
         let (mut ops, mut paddings) = (Vec::new(), Vec::new());
         for piece in pieces {
             let (place, behind) = rest.split_at(piece.room as usize).ok_or_else(short)?;
@@ -110,7 +127,21 @@ impl Staged<'_> {
             let src = src.unwrap_or_else(|(bytes, _)| bytes); // cut apart above
             Part { src, to: piece.op, at: piece.at }
         });
-        Ok(crossing.send(parts.collect())?)
+        Ok(crossing.lock().send(parts.collect())?)
+    }
+}
+
+/// Takes a buffer. The lock is not kept while none is free: others bring theirs meanwhile.
+fn buffer(crossing: &Mutex<Crossing>, options: &ReadOptions) -> Result<RegionMut> {
+    loop {
+        if let Some(buffer) = crossing.lock().try_buffer()? {
+            return Ok(buffer);
+        }
+        let is_stopped = options.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
+        if is_stopped || Instant::now() >= options.deadline {
+            return Err(timed_out("read").with("waits_for", "a free staging buffer"));
+        }
+        std::thread::sleep(NAP);
     }
 }
 
