@@ -164,7 +164,7 @@ impl DeviceTensors {
             }
         }
         let (written, contents): (Vec<_>, Vec<_>) = tensors.into_iter().unzip();
-        let pieces: Vec<_> = written.iter().map(|region| Piece::of_region(region)).collect();
+        let pieces: Vec<_> = written.iter().map(Piece::of_region).collect();
         let memory = Memory { written, _read: Vec::new() };
         let (memory, sums) = self.run(memory, deadline, |lane| {
             lane.make_room(host_bytes)?;
