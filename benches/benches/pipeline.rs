@@ -68,9 +68,12 @@ impl Jobs {
             .args(load)
             .args(fixed)
             .args(arguments)
+            // The binary refuses variables of its own that are no settings.
+            .env_remove("FEATURESTORE_BIN")
+            .env_remove("FEATURESTORE_BEFORE")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
+            .stderr(Stdio::piped())
             .spawn()
             .expect("the binary starts");
         let end = Instant::now() + LIMIT;
@@ -79,10 +82,11 @@ impl Jobs {
                 let _ = child.kill();
                 panic!("{arguments:?} took longer than {LIMIT:?}");
             }
-            thread::sleep(Duration::from_millis(20)); // a report is far shorter than a pipe
+            thread::sleep(Duration::from_millis(20)); // what it says is far shorter than a pipe
         }
         let output = child.wait_with_output().expect("ours");
-        assert!(output.status.success(), "{arguments:?}: {}", output.status);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{arguments:?}: {}: {said}", output.status);
         let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
         assert_eq!(report["mismatches"], 0, "{report}");
         report
