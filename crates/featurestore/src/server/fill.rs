@@ -38,20 +38,16 @@ impl Fill {
 
     /// Fills the batch on a blocking thread, of which there are as many as `--fill-threads`. Returns
     /// the checksums of each sample's tensors, if they were asked for.
-    pub(super) async fn run(
-        self,
-        mut reservation: Reserved,
-    ) -> Result<(Reserved, Vec<Vec<Checksum>>)> {
+    pub(super) async fn run(self, reservation: Reserved) -> Result<(Reserved, Vec<Vec<Checksum>>)> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = self.state.publisher.device().cloned() {
-            match reservation.into_arena() {
-                Ok(arena) => {
-                    let (arena, sums) = device.fill(self, arena).await?;
-                    return Ok((Reserved::Arena(arena), sums));
-                }
-                Err(elsewhere) => reservation = elsewhere,
+        let reservation = match (reservation, self.state.publisher.device().cloned()) {
+            (Reserved::Arena(arena), Some(device)) => {
+                let (arena, sums) = device.fill(self, arena).await?;
+                return Ok((Reserved::Arena(arena), sums));
             }
-        }
+            (elsewhere, _) => elsewhere,
+        };
+        let mut reservation = reservation;
         let filling = tokio::task::spawn_blocking(move || {
             let filled = self.fill_by_cpu(&mut reservation);
             // In this order: ranges are given up before the place is, also if nobody waits.

@@ -163,16 +163,6 @@ impl Publisher {
 }
 
 impl Reserved {
-    /// What it is, if it lies in an arena; itself again if not.
-    #[cfg(feature = "cuda")]
-    pub(super) fn into_arena(self) -> Result<SinkReservation, Self> {
-        match self {
-            Self::Arena(reservation) => Ok(reservation),
-            #[cfg(feature = "store")]
-            Self::Store(_) => Err(self),
-        }
-    }
-
     /// The bytes of one tensor in host memory; they hold whatever was there before.
     pub(super) fn bytes_mut(&mut self, sample: usize, object: usize) -> &mut [u8] {
         match self {
