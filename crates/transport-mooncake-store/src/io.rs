@@ -50,10 +50,15 @@ pub(crate) fn put(
         len: source.len,
     };
     let items: Vec<_> = objects.iter().map(item).collect();
-    // SAFETY: the slices behind the sources are borrowed for the call: their memory stays allocated
-    // and nobody writes it. Those of one source lie end to end, so all `len` bytes are theirs.
-    let results =
-        unsafe { if only_new { api.put_new(&items, policy) } else { api.put(&items, policy) } }?;
+    let results = if only_new {
+        // SAFETY: the slices behind the sources are borrowed for the call: their memory stays
+        // allocated and nobody writes it. Those of one source lie end to end, so all `len` bytes
+        // are theirs.
+        unsafe { api.put_new(&items, policy) }
+    } else {
+        // SAFETY: as above.
+        unsafe { api.put(&items, policy) }
+    }?;
     one_each(results, objects.len(), "put")
 }
 
