@@ -30,7 +30,8 @@ impl fmt::Display for ProviderKind {
 pub struct StoreCapabilities {
     /// Many keys are removed by one request; else each key costs a round trip.
     pub batch_remove: bool,
-    /// Objects are written so that the answer tells new ones from those that were there.
+    /// Objects are written so that the answer tells new ones from those that were there. The wheel
+    /// does so for clients that add no object memory.
     pub put_new: bool,
     /// Objects can be put into a tenant.
     pub tenants: bool,

@@ -107,8 +107,10 @@ fn put_new(store: &WheelStore, keys: &[&str], bytes: &[u8]) -> Vec<Result<(), St
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 fn new_objects_are_told_from_old_ones_and_found_where_they_lie() {
     let master = support::master();
-    let (one, other) = (store(master.address(), 64 * MIB), store(master.address(), 0));
+    let owner = store(master.address(), 64 * MIB);
+    let (one, other) = (store(master.address(), 0), store(master.address(), 0));
     assert!(one.provider().store.put_new);
+    assert!(!owner.provider().store.put_new, "it copies within the process instead");
     const TAKEN: Result<(), StoreCode> = Err(StoreCode::OBJECT_ALREADY_EXISTS);
     const FULL: Result<(), StoreCode> = Err(StoreCode::NO_AVAILABLE_HANDLE);
     let ours = vec![1u8; 5000];
@@ -133,7 +135,7 @@ fn new_objects_are_told_from_old_ones_and_found_where_they_lie() {
         assert_eq!(replica.len, len);
         // Of the same host, but not the name of the client.
         assert!(replica.segment.starts_with("127.0.0.1:"), "{replica:?}");
-        assert_ne!(*replica.segment, *one.hostname().unwrap());
+        assert_ne!(*replica.segment, *owner.hostname().unwrap());
     }
     // SAFETY: the segment is this process's own, and the object is not removed before the end.
     let there = unsafe {
@@ -142,8 +144,9 @@ fn new_objects_are_told_from_old_ones_and_found_where_they_lie() {
     };
     assert!(there.iter().all(|&byte| byte == 2), "the address is that of the bytes");
     assert_eq!(other.remove(&["c"], false).unwrap(), [Err(StoreCode::OBJECT_HAS_LEASE)]);
-    other.close().unwrap();
-    one.close().unwrap();
+    for client in [other, one, owner] {
+        client.close().unwrap();
+    }
     master.stop();
 }
 

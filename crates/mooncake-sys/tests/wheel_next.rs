@@ -53,14 +53,17 @@ fn the_newer_wheel_keeps_its_word() {
         store.remove(&["a", "a"], true).unwrap(),
         [Ok(()), Err(StoreCode::OBJECT_NOT_FOUND)]
     );
-    assert!(store.provider().store.put_new);
+    let setup = StoreSetup::client("127.0.0.1", master.address().to_string());
+    let client = WheelStore::connect(&options, &setup).unwrap();
+    assert!(client.provider().store.put_new);
     let new = |key| PutItem { key, start, len: 4096 };
     // SAFETY: the vector is not touched during the call.
-    let put = unsafe { store.put_new(&[new("b"), new("b")], ReplicaPolicy::default()) }.unwrap();
+    let put = unsafe { client.put_new(&[new("b"), new("b")], ReplicaPolicy::default()) }.unwrap();
     assert_eq!(put, [Ok(()), Err(StoreCode::OBJECT_ALREADY_EXISTS)]);
-    let located = store.locate(&["b", "none"]).unwrap().expect("the wheel can tell");
+    let located = client.locate(&["b", "none"]).unwrap().expect("the wheel can tell");
     assert_eq!((located[0].len(), located[0][0].len, located[1].len()), (1, 4096, 0));
-    assert_eq!(store.remove(&["b"], false).unwrap(), [Err(StoreCode::OBJECT_HAS_LEASE)]);
+    assert_eq!(client.remove(&["b"], false).unwrap(), [Err(StoreCode::OBJECT_HAS_LEASE)]);
+    client.close().unwrap();
     // SAFETY: no call names the vector any more.
     unsafe { store.unregister(start) }.unwrap();
     store.close().unwrap();

@@ -49,7 +49,7 @@ fn objects_are_read_where_the_master_says_they_lie() {
         items.push(PutItem { key, start: value.as_ptr(), len: value.len() });
     }
     // SAFETY: the values are borrowed for the call.
-    let put = unsafe { store.put_new(&items, ReplicaPolicy::default()) }.unwrap();
+    let put = unsafe { store.put(&items, ReplicaPolicy::default()) }.unwrap();
     assert!(put.iter().all(Result::is_ok), "{put:?}");
 
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();

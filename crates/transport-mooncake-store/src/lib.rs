@@ -22,10 +22,10 @@
 //!   by its sequence number; across processes it is not, so
 //!   [`Capabilities::staleness_checked`](transport_core::Capabilities::staleness_checked) is false.
 //! - It never overwrites. Where the provider has put sessions
-//!   ([`StoreCapabilities::put_new`](mooncake_sys::StoreCapabilities::put_new): the wheel), the write
-//!   itself says that a key is taken. Elsewhere (the C library) writing an existing key succeeds and
-//!   keeps the old value: there a publish looks before it writes, and again afterwards, and two
-//!   *processes* that publish one key at the same moment are not told apart.
+//!   ([`StoreCapabilities::put_new`](mooncake_sys::StoreCapabilities::put_new): the wheel, in clients
+//!   without object memory of their own), the write itself says that a key is taken. Elsewhere writing
+//!   an existing key succeeds and keeps the old value: there a publish looks before it writes, and
+//!   again afterwards, and two *processes* that publish one key at the same moment are not told apart.
 //! - It has no holds: a forced removal takes an object away under a reader, whose read then fails.
 //!   Only [`release`](transport_core::Transport::release) and a publish with `replace` remove.
 //! - Mooncake's engine never cancels: memory of a read that failed half-way is quarantined until the
