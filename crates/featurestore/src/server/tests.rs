@@ -80,11 +80,22 @@ impl Running {
     }
 
     async fn capture(&self, prompts: Vec<Prompt>, checksums: &str) -> Result<Vec<Row>, String> {
+        self.capture_as(prompts, Some(checksums)).await
+    }
+
+    async fn capture_as(
+        &self,
+        prompts: Vec<Prompt>,
+        checksums: Option<&str>,
+    ) -> Result<Vec<Row>, String> {
         let keys: Vec<_> = prompts.iter().map(|prompt| prompt.sample.sample.clone()).collect();
         let mut body = Vec::new();
         CaptureRequest::new(Form::Patch, prompts).write(&mut body).unwrap();
-        let request = reqwest::Client::new().post(&self.url).body(body);
-        let answer = request.header(CHECKSUMS_HEADER, checksums).send().await.unwrap();
+        let mut request = reqwest::Client::new().post(&self.url).body(body);
+        if let Some(checksums) = checksums {
+            request = request.header(CHECKSUMS_HEADER, checksums);
+        }
+        let answer = request.send().await.unwrap();
         let status = answer.status();
         let body = answer.bytes().await.unwrap();
         if !status.is_success() {
@@ -215,6 +226,76 @@ async fn a_device_that_fails_is_a_failed_capture_and_its_ranges_come_back() {
     assert_eq!(health["arena_largest_free"], health["arena_bytes"], "{health}");
     let rows = server.capture(vec![prompt("a", 3), prompt("b", 4)], "mixsum").await.unwrap();
     assert!(rows.iter().all(|row| matches!(row.outcome, CaptureOutcome::Captured(_))), "{rows:?}");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn batches_that_wait_are_written_together_and_each_gets_its_own() {
+    let cuda = machine();
+    let server = Running::start(&cuda, Source::Synthetic { model: model(), seed: SEED }).await;
+    let server = Arc::new(server);
+    let before = cuda.calls("cuLaunchKernel");
+    let capture = |i: usize| {
+        let server = server.clone();
+        tokio::spawn(async move {
+            let prompts = vec![prompt(&format!("a{i}"), 3 + i), prompt(&format!("b{i}"), 5)];
+            // Some ask for checksums, and some do not.
+            let checksums = if i.is_multiple_of(3) { None } else { Some("mixsum") };
+            (i, server.capture_as(prompts, checksums).await.unwrap())
+        })
+    };
+    let captures: Vec<_> = (0..24).map(capture).collect();
+    for captured in captures {
+        let (i, rows) = captured.await.unwrap();
+        for (row, tokens) in rows.iter().zip([3 + i, 5]) {
+            let CaptureOutcome::Captured(sample) = &row.outcome else { panic!("{row:?}") };
+            assert_eq!(row.checksums.is_some(), !i.is_multiple_of(3));
+            for (name, feature) in &sample.features {
+                let at = DevicePtr(feature.address.unwrap().0);
+                let found = cuda.peek(at, feature.meta.nbytes());
+                let mut expected = vec![0; found.len()];
+                if name.as_str() == "input_ids" {
+                    expected = (0..tokens as i64).flat_map(i64::to_le_bytes).collect();
+                } else {
+                    Stream::new(SEED, &sample.sample.sample_id, name).write(0, &mut expected);
+                }
+                assert!(found == expected, "{name} of {}", sample.sample);
+                let sum = row.checksums.as_ref().map(|sums| sums[name].value);
+                assert!(sum.is_none_or(|sum| sum == Mixsum::of(&expected)), "{name}");
+            }
+        }
+    }
+    // Two tensors are made of each sample; what is more are sums, one a writing and 64 tensors.
+    let sums = cuda.calls("cuLaunchKernel") - before - 24 * 2 * 2;
+    println!("{sums} launches that sum up, for 24 batches");
+    Arc::try_unwrap(server).ok().expect("nobody else uses it").stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_that_its_manifest_denies_fails_alone() {
+    let real = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+    let copy = tempfile::tempdir().unwrap();
+    for entry in Path::new(real).read_dir().unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
+    }
+    let manifest = copy.path().join("manifest.json");
+    let folder = Folder::open(copy.path()).unwrap();
+    let names: Vec<String> = folder.names().map(Into::into).collect();
+    let tokens: Vec<usize> =
+        names.iter().map(|name| folder.sample(name).unwrap().tokens().unwrap() as usize).collect();
+    let sum = folder.sample(&names[0]).unwrap().sha256()["hidden_states"].clone();
+    let text = std::fs::read_to_string(&manifest).unwrap().replace(&sum, &"0".repeat(64));
+    std::fs::remove_file(&manifest).unwrap(); // the copy may be read-only
+    std::fs::write(&manifest, text).unwrap();
+    let cuda = machine();
+    let server = Running::start(&cuda, Source::Folder(Folder::open(copy.path()).unwrap())).await;
+    let one = |i: usize| vec![prompt(&names[i], tokens[i])];
+    let rows = server.capture(one(0), "mixsum").await.unwrap();
+    let CaptureOutcome::Failed { error, .. } = &rows[0].outcome else { panic!("{rows:?}") };
+    assert!(error.contains("manifest disagree") && error.contains("hidden_states"), "{error}");
+    let rows = server.capture(one(1), "mixsum").await.unwrap();
+    assert!(matches!(rows[0].outcome, CaptureOutcome::Captured(_)), "{rows:?}");
     server.stop().await;
 }
 

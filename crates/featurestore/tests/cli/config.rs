@@ -166,7 +166,8 @@ fn help_shows_every_command_with_examples() {
 
 #[test]
 fn every_flag_of_the_readme_exists() {
-    let mut known = String::from("--release --open --no-deps --quick --features --test --gpu\n");
+    let mut known =
+        String::from("--release --open --no-deps --quick --features --test --gpu --only\n");
     for command in ["pipeline", "capture-server", "doctor"] {
         known += &run(&[command, "--help"]).stdout;
     }
