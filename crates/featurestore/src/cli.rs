@@ -151,7 +151,8 @@ struct PipelineArgs {
     /// Prompts of one batch that is read, arranged and prepared together.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     ingest_batch: u32,
-    /// Samples a second that all servers together capture at most, such as 67.3.
+    /// Samples a second that all servers together capture at most, such as 67.3; long ones take
+    /// longer than short ones.
     #[arg(long, value_parser = rate)]
     server_rate: Option<f64>,
     /// File in which the trainer durably records what is trained, before anything is freed; it must

@@ -83,6 +83,7 @@ pub const KEYS: &[Key] = &[
     optional("allow", "comma-separated networks that may read, such as 10.0.0.0/8"),
     key("max_in_flight", "256", "samples that a server works on or lets wait; more are put off"),
     optional("rate", "samples a second that a server captures at most; for synthetic load"),
+    optional("token_rate", "tokens a second that a server captures at most; for synthetic load"),
     optional("fill_threads", "threads that fill captured tensors; one a core if not given"),
     optional("mooncake", "Mooncake's master, host:port; the pipeline also takes managed"),
     optional("mooncake_admin", "address of the master's metrics, host:port"),

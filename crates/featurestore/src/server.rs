@@ -158,7 +158,7 @@ impl CaptureServer {
             deadline: config.deadline,
             max_in_flight: config.max_in_flight,
             places: Arc::new(Semaphore::new(config.max_in_flight)),
-            pace: config.rate.map(pace::Pace::new),
+            pace: pace::Pace::new(config.rate, config.token_rate),
             counts: Counts::default(),
         });
         let allow = AllowList::new(config.allow.clone());

@@ -70,6 +70,7 @@ impl Selection for OfServer {
         "max_in_flight",
         "fill_threads",
         "rate",
+        "token_rate",
         "deadline",
         "lease",
     ];

@@ -58,6 +58,8 @@ pub struct ServerConfig {
     pub fill_threads: Option<usize>,
     /// Samples a second that are captured at most.
     pub rate: Option<f64>,
+    /// Tokens a second that are captured at most.
+    pub token_rate: Option<f64>,
     /// Longest wait for room.
     pub deadline: Duration,
     /// Lease of clients that have not announced themselves.
@@ -87,6 +89,7 @@ impl ServerConfig {
             problems.note(settings.need("max_in_flight", |text| bounded(text, MAX_IN_FLIGHT)));
         let fill_threads =
             problems.note(settings.get("fill_threads", |text| bounded(text, MAX_FILL_THREADS)));
+        let token_rate = problems.note(settings.get("token_rate", rate));
         let rate = problems.note(settings.get("rate", rate));
         let deadline = problems.note(settings.need("deadline", duration));
         let lease = problems.note(settings.need("lease", duration));
@@ -120,6 +123,7 @@ impl ServerConfig {
             max_in_flight: max_in_flight.expect(NOTED),
             fill_threads: fill_threads.expect(NOTED),
             rate: rate.expect(NOTED),
+            token_rate: token_rate.expect(NOTED),
             deadline: deadline.expect(NOTED),
             lease: lease.expect(NOTED),
             transport: transport.expect(NOTED),
@@ -195,13 +199,13 @@ fn bounded(text: &str, most: usize) -> Result<usize> {
         .ok_or_else(|| bad("not a number within its bounds", text).with("max", most))
 }
 
-/// Samples a second: more than zero, and something that a clock can pace.
+/// How many a second: more than zero, and something that a clock can pace.
 fn rate(text: &str) -> Result<f64> {
     text.trim()
         .parse()
         .ok()
-        .filter(|rate| (0.001..=1e6).contains(rate))
-        .ok_or_else(|| bad("not a number of samples a second", text).remedy("write such as 67.3"))
+        .filter(|rate| (0.001..=1e9).contains(rate))
+        .ok_or_else(|| bad("not a number a second", text).remedy("write such as 67.3"))
 }
 
 fn host(text: &str) -> Result<String> {

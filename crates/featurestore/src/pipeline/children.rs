@@ -77,6 +77,7 @@ impl Server {
         mooncake: &MooncakeConfig,
         index: usize,
         pool: u64,
+        mean_tokens: f64,
     ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let taps: Vec<String> = options.model.taps.iter().map(ToString::to_string).collect();
@@ -99,7 +100,9 @@ impl Server {
             command.arg(format!("{flag}={value}")); // a value may begin with a dash
         }
         if let Some(rate) = options.server_rate {
-            command.arg(format!("--rate={}", rate / options.servers as f64));
+            // As inference takes its time: by the tokens.
+            let rate = rate * mean_tokens / options.servers as f64;
+            command.arg(format!("--token-rate={rate}"));
         }
         if let Some(input) = &options.input {
             let mut flag = std::ffi::OsString::from("--input=");

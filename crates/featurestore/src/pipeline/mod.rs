@@ -84,7 +84,8 @@ pub struct Options {
     pub style: Style,
     /// The published setting that `style` comes from; its row is printed beside.
     pub preset: Option<Preset>,
-    /// Samples a second that all servers together capture at most.
+    /// Samples a second that all servers together capture on average at most; each takes the longer
+    /// the more tokens it has.
     pub server_rate: Option<f64>,
     /// File in which the trainer records what is trained, kept after the run; a temporary one if
     /// none is given. It must be new.
@@ -179,9 +180,10 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     let pool_of =
         |samples: u64| options.pool.map_or((samples * plan.largest()).max(1 << 20), ByteSize::get);
 
+    let mean_tokens = plan.tokens() as f64 / plan.len() as f64;
     let mut servers = Vec::new();
     for index in 0..options.servers {
-        servers.push(Server::start(options, &store.config, index, pool_of(4))?);
+        servers.push(Server::start(options, &store.config, index, pool_of(4), mean_tokens)?);
     }
     for server in &mut servers {
         server.ready().await?; // they get ready side by side

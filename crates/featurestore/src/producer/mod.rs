@@ -74,6 +74,7 @@ pub struct Producer {
     held: Vec<Placed>,    // in order, to be published once captures rest
     resting: bool,        // captures rest until consumers have settled what is published
     later: JoinSet<Task>, // put off after a failure
+    exhausted: bool,      // there are no more prompts
     order: u64,
     handled: HashSet<(SampleId, u32)>, // losses that are being captured again
     failures: Vec<Error>,
@@ -132,6 +133,7 @@ impl Producer {
             held: Vec::new(),
             resting: false,
             later: JoinSet::new(),
+            exhausted: false,
             order: 0,
             handled: HashSet::new(),
             failures: Vec::new(),
@@ -230,7 +232,7 @@ impl Producer {
         }
         let prompts = Arc::new(Mutex::new(prompts));
         let mut incoming = self.read_ahead(prompts.clone());
-        let (mut exhausted, mut waited) = (false, false);
+        let mut waited = false;
         let mut paused_since = None::<Instant>;
         let mut revived = Instant::now();
         let (mut asked, mut looked) = (None::<Instant>, None::<Instant>);
@@ -246,24 +248,24 @@ impl Producer {
                 self.look(&prompts).await?;
                 looked = Some(Instant::now());
             }
-            while !exhausted && self.pool.len() < batch {
+            while !self.exhausted && self.pool.len() < batch {
                 match incoming.try_recv() {
                     Ok(task) => self.add(task?),
                     Err(mpsc::error::TryRecvError::Empty) => break,
-                    Err(mpsc::error::TryRecvError::Disconnected) => exhausted = true,
+                    Err(mpsc::error::TryRecvError::Disconnected) => self.exhausted = true,
                 }
             }
             // Whole leases, unless prompts come slowly.
-            let ready = exhausted || waited || self.pool.len() >= self.options.lease;
+            let ready = self.exhausted || waited || self.pool.len() >= self.options.lease;
             let paused = if ready { self.issue(calls).err() } else { None };
             waited = false;
-            let rest = calls.is_empty() && (exhausted || self.pool.len() > 0);
+            let rest = calls.is_empty() && (self.exhausted || self.pool.len() > 0);
             if rest && !self.held.is_empty() {
                 self.resting = true;
                 self.publish().await?;
             }
             let idle = calls.is_empty() && self.pool.len() == 0 && self.later.is_empty();
-            if idle && exhausted && self.window.usage().samples < self.quantum {
+            if idle && self.exhausted && self.window.usage().samples < self.quantum {
                 return Ok(()); // consumers cannot fill another window, so none of it can be lost
             }
             if calls.is_empty() && self.router.alive() == 0 {
@@ -314,10 +316,10 @@ impl Producer {
                     let panicked = |e| Error::new(ErrorKind::Unexpected, "wait", "panicked").source(e);
                     self.pool.add(task.map_err(panicked)?);
                 }
-                task = incoming.recv(), if !exhausted && self.pool.len() < self.options.lease => {
+                task = incoming.recv(), if !self.exhausted && self.pool.len() < self.options.lease => {
                     match task {
                         Some(task) => self.add(task?),
-                        None => exhausted = true,
+                        None => self.exhausted = true,
                     }
                 }
                 () = tokio::time::sleep(poll) => waited = true,
@@ -469,7 +471,7 @@ impl Producer {
                 // Only the one that all others wait for: without it nothing would ever go on.
                 self.pool.take(self.reorder.next()).into_iter().collect()
             } else if paused.is_ok() {
-                self.pool.lease(self.options.lease, room, size)
+                self.pool.lease(self.share(), room, size)
             } else {
                 Vec::new()
             };
@@ -486,6 +488,16 @@ impl Producer {
             let client = self.client.clone();
             calls.spawn(async move { (server, tokens, client.capture(&url, lease).await) });
         }
+    }
+
+    /// Prompts of the next request. Towards the end fewer than a lease, so that no server has much
+    /// to do when the others have nothing left.
+    fn share(&self) -> usize {
+        let most = self.options.lease;
+        if !self.exhausted {
+            return most;
+        }
+        self.pool.len().div_ceil(2 * self.router.alive().max(1)).clamp(1, most)
     }
 
     /// Takes what came of a request.

@@ -68,7 +68,8 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
     };
     let (form, batched) = (request.form, request.batched);
     let work = Arc::new(Asking { prompts: request.prompts, _places: places, _room: room });
-    let due = state.pace.as_ref().map(|pace| pace.due(samples));
+    let tokens = work.prompts.iter().map(|prompt| prompt.input_ids.len()).sum();
+    let due = state.pace.as_ref().map(|pace| pace.due(samples, tokens));
     let rows = capture(&state, &work, asked).await;
     if let Some(due) = due {
         tokio::time::sleep_until(due).await;
