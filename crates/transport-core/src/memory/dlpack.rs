@@ -342,7 +342,10 @@ impl<M: fmt::Debug> fmt::Debug for Exported<M> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Weak};
+    use std::sync::{
+        Arc, Weak,
+        atomic::{AtomicPtr, Ordering},
+    };
 
     use super::*;
 
@@ -396,10 +399,10 @@ mod tests {
         let bytes = unsafe { std::slice::from_raw_parts(seen.tensor.data.cast::<u8>(), 48) };
         assert_eq!(bytes[47], 55);
         let deleter = seen.deleter.unwrap();
+        let raw = AtomicPtr::new(raw.as_ptr());
         std::thread::scope(|scope| {
-            let raw = raw.as_ptr().expose_provenance();
-            scope.spawn(move || {
-                let raw = std::ptr::with_exposed_provenance_mut(raw);
+            scope.spawn(|| {
+                let raw = raw.load(Ordering::Relaxed);
                 // SAFETY: once, after the last use.
                 unsafe { deleter(raw) }
             });
