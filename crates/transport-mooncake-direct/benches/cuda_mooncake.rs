@@ -2,7 +2,9 @@
 //!
 //! Needs a CUDA device and a `python3` with torch and the wheel mooncake-transfer-engine-cuda13:
 //! `cargo bench -p transport-mooncake-direct --features cuda --bench cuda_mooncake`, or the
-//! executable that this builds. All run on one card, with protocol `nvlink_intra`.
+//! executable that this builds. All run on one card, with protocol `nvlink_intra`; with
+//! `--reader-device N` and `--owner-device N` those who read are on one, and those who are read on
+//! the other.
 //!
 //! Three processes: this one, with an arena and an engine; a Mooncake process that owns memory; and
 //! one that reads. Every round reads the same ranges in turn: Mooncake from Mooncake, Rust from
@@ -56,6 +58,7 @@ os.environ['MC_INTRANODE_NVLINK'] = '1'
 import torch
 from mooncake.engine import TransferEngine
 owned, byte = int(sys.argv[1]), int(sys.argv[2])
+torch.cuda.set_device(int(sys.argv[3]))
 e = TransferEngine()
 t = torch.full((owned,), byte, dtype=torch.uint8, device='cuda')
 torch.cuda.synchronize()
@@ -86,7 +89,8 @@ for line in sys.stdin:
 
 fn main() -> Result<()> {
     // Cargo passes `--bench`; without a device there is nothing to measure.
-    let device = match driver().and_then(|api| Device::open(api, 0)) {
+    let (reading, owning) = (ordinal("--reader-device"), ordinal("--owner-device"));
+    let device = match driver().and_then(|api| Device::open(api, reading)) {
         Ok(device) => device,
         Err(why) => {
             println!("skipped: {why}");
@@ -94,8 +98,10 @@ fn main() -> Result<()> {
         }
     };
     println!("{}, driver for CUDA {:?}", device.name(), device.api().driver().version);
-    let (owner, mut reader) = (Mooncake::start(THEIRS), Mooncake::start(POISON));
-    let mut ours = Ours::new(&device)?;
+    println!("device {reading} reads device {owning}");
+    let owner = Mooncake::start(THEIRS, owning);
+    let mut reader = Mooncake::start(POISON, reading);
+    let mut ours = Ours::new(&device, &Device::open(device.api().clone(), owning)?)?;
     println!(
         "| read | Mooncake from Mooncake | Rust from Mooncake | ratio of rates \
          | Mooncake from Rust | ratio of rates |\n|---|---|---|---|---|---|"
@@ -129,6 +135,12 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// The number behind an argument; 0 without it.
+fn ordinal(argument: &str) -> u32 {
+    let mut arguments = std::env::args().skip_while(|found| found != argument).skip(1);
+    arguments.next().map_or(0, |text| text.parse().expect("a device's ordinal"))
+}
+
 fn median(mut times: Vec<Duration>) -> Duration {
     times.drain(..WARM);
     times.sort();
@@ -140,7 +152,7 @@ fn places(len: u64, count: u64) -> impl Iterator<Item = u64> {
     (0..count).map(move |i| i * len % (OWNED - len + 1))
 }
 
-/// This process.
+/// This process: what Mooncake reads on one device, and what reads Mooncake on the other.
 struct Ours {
     sink: CaptureSink,
     address: u64,
@@ -150,9 +162,9 @@ struct Ours {
 }
 
 impl Ours {
-    fn new(device: &Device) -> Result<Self> {
+    fn new(reading: &Device, owning: &Device) -> Result<Self> {
         let config = DeviceArenaConfig::new(OWNED + 2 * MIB, ArenaPeers::NvlinkIntra);
-        let backing = Backing::device(device, &config.kinds([ArenaKind::Plain]))?;
+        let backing = Backing::device(owning, &config.kinds([ArenaKind::Plain]))?;
         let sink = CaptureSink::start(
             Arena::start(backing, ArenaConfig::default())?,
             SinkConfig::default(),
@@ -162,7 +174,7 @@ impl Ours {
         let objects = vec![(FeatureName::new("state")?, meta)];
         let plan = SamplePlan { sample, objects, holder: None };
         let mut reservation = sink.reserve_blocking(vec![plan], ReserveOptions::default())?;
-        let (region, stream) = (reservation.take(0, 0), device.stream()?);
+        let (region, stream) = (reservation.take(0, 0), owning.stream()?);
         // SAFETY: a reserved range, ours until it is published; waited for.
         unsafe { stream.fill(DevicePtr(region.address() as u64), OURS, OWNED) }?;
         stream.synchronize()?;
@@ -170,9 +182,9 @@ impl Ours {
         let described = reservation.publish_after_blocking(Ready::Now, BOUND)?;
         let address = described[0].features[0].address.expect("bytes").0;
         let config = DeviceArenaConfig::new(OWNED + 2 * MIB, ArenaPeers::Nobody);
-        let pool = RegionPool::new(Backing::device(device, &config)?)?;
-        let engine = CudaEngine::new(device, CudaOptions::default())?;
-        Ok(Self { sink, address, engine, pool, stream })
+        let pool = RegionPool::new(Backing::device(reading, &config)?)?;
+        let engine = CudaEngine::new(reading, CudaOptions::default())?;
+        Ok(Self { sink, address, engine, pool, stream: reading.stream()? })
     }
 
     fn read(
@@ -226,9 +238,9 @@ struct Mooncake {
 }
 
 impl Mooncake {
-    fn start(byte: u8) -> Self {
+    fn start(byte: u8, device: u32) -> Self {
         let mut command = Command::new("python3");
-        command.args(["-c", PYTHON, &OWNED.to_string(), &byte.to_string()]);
+        command.args(["-c", PYTHON, &OWNED.to_string(), &byte.to_string(), &device.to_string()]);
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3");
         let stdin = child.stdin.take().expect("piped");

@@ -34,8 +34,17 @@ const SAMPLES: usize = 16;
 const LENS: [u64; 4] = [62 * MIB, 17 * MIB, 20_224, 7];
 const KINDS: [ArenaKind; 2] = [ArenaKind::Plain, ArenaKind::PosixFd];
 
+/// Ordinals of the reader's and of the publisher's device; 0 unless they are set.
+const READER: &str = "FEATURESTORE_GPU_READER";
+const PUBLISHER: &str = "FEATURESTORE_GPU_PUBLISHER";
+
 fn device() -> Device {
-    Device::open(driver().expect("a CUDA driver"), 0).expect("a device")
+    device_of(READER)
+}
+
+fn device_of(variable: &str) -> Device {
+    let ordinal = std::env::var(variable).map_or(0, |n| n.parse().expect("a device's ordinal"));
+    Device::open(driver().expect("a CUDA driver"), ordinal).expect("a device")
 }
 
 fn name(i: usize) -> FeatureName {
@@ -60,7 +69,7 @@ fn byte(sample: usize, tensor: usize) -> u8 {
 #[ignore = "needs a CUDA device: the second process of the others"]
 fn second_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    let device = device();
+    let device = device_of(PUBLISHER);
     let memory =
         DeviceArenaConfig::new(1536 * MIB, ArenaPeers::Native).kinds([role.parse().unwrap()]);
     let backing = Backing::device(&device, &memory).unwrap();
