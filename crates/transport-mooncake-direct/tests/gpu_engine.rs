@@ -300,10 +300,11 @@ fn any_part_of_a_block_is_read_and_not_a_byte_beyond() {
 fn a_publisher_that_dies_is_an_error_in_time_and_its_memory_is_closed() {
     for kind in KINDS {
         let (device, mut publisher) = (device(), Publisher::start(kind));
+        let theirs = device_of(PUBLISHER); // where the memory is that has to come back
         let pool = pool(&device, 256 * MIB);
         let transport = trainer(&device, &pool);
         let fetched = fetch(&transport, &publisher.samples[..1]).unwrap();
-        let held = device.memory().unwrap().free;
+        let held = theirs.memory().unwrap().free;
         publisher.child.kill().unwrap();
         publisher.child.wait().unwrap();
         let started = Instant::now();
@@ -314,7 +315,7 @@ fn a_publisher_that_dies_is_an_error_in_time_and_its_memory_is_closed() {
         transport.health_blocking().unwrap(); // closes what is dead, if nothing did so before
         assert_eq!(transport.cuda().unwrap().stats().blocks, 0);
         let deadline = Instant::now() + BOUND;
-        while device.memory().unwrap().free < held + 1500 * MIB {
+        while theirs.memory().unwrap().free < held + 1500 * MIB {
             assert!(Instant::now() < deadline, "the dead arena's memory goes back to the device");
             std::thread::sleep(Duration::from_millis(20));
         }

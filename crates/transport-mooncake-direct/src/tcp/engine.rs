@@ -279,6 +279,7 @@ impl TcpEngine {
     }
 
     /// Connections that one large batch may use at a time.
+    #[cfg(feature = "cuda")]
     pub(crate) fn lanes(&self) -> usize {
         self.0.options.lanes.max(1)
     }

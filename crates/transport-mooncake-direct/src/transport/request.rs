@@ -19,6 +19,7 @@ pub(super) struct Wanted {
     /// Tensors are read where they are.
     pub(super) view: bool,
     /// Tensors go to slots of the pool.
+    #[cfg(feature = "cuda")]
     pooled: bool,
 }
 
@@ -67,6 +68,7 @@ impl Wanted {
         let mut wanted = Self {
             tensors: Vec::with_capacity(names.as_ref().map_or(descriptor.features.len(), Vec::len)),
             view: matches!(destination, Destination::View),
+            #[cfg(feature = "cuda")]
             pooled: matches!(destination, Destination::Pool),
             descriptor,
         };
@@ -133,6 +135,7 @@ impl Wanted {
     }
 
     /// Whether each operation fills a slot of the pool, whose padding is its own.
+    #[cfg(feature = "cuda")]
     pub(super) fn owns_padding(&self) -> bool {
         self.pooled && self.tensors.iter().all(|tensor| tensor.part.is_none())
     }
