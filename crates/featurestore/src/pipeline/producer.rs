@@ -307,6 +307,19 @@ impl ControlFolder {
 
 impl Drop for ControlFolder {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0); // nobody needs it any more
+        remove(&self.0);
+    }
+}
+
+/// Removes a run's folder.
+pub(super) fn remove(folder: &Path) {
+    // A trainer that is ending may still write there: then once more.
+    for _ in 0..20 {
+        match std::fs::remove_dir_all(folder) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            _ => return,
+        }
     }
 }

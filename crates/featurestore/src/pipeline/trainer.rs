@@ -112,7 +112,7 @@ async fn train(config: Config) -> Result<Totals> {
         totals = training => totals.map_err(panicked)??,
         _ = pipeline_left => {
             // Nobody else removes it any more.
-            let _ = std::fs::remove_dir_all(folder);
+            super::producer::remove(&folder);
             return Err(Error::new(ErrorKind::Closed, "train", "the pipeline is gone"));
         }
     };

@@ -7,12 +7,14 @@ use control_proto::capture::{
     CHECKSUMS_ANY, CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, Form, HOLDER_HEADER,
     Limits, Prompt, Row, parse_response,
 };
+use control_proto::sample_ref::SampleRef;
 use indexmap::IndexMap;
 use parking_lot::Mutex;
 use tokio::task::spawn_blocking;
 use transport_core::{
     ArenaLocation, ClientId, Descriptor, Dtype, Error, ErrorKind, FeatureDescriptor, FeatureName,
-    Generation, Location, Release, Result, SampleKey, SessionName, StoreId, TensorMeta, Transport,
+    Generation, Location, Release, Result, SampleId, SampleKey, SessionName, StoreId, TensorMeta,
+    Transport,
 };
 
 use super::prompts::Task;
@@ -65,6 +67,25 @@ pub struct CaptureClient {
 pub(super) struct Captured {
     pub(super) descriptor: Arc<Descriptor>,
     pub(super) checksums: Option<IndexMap<FeatureName, Checksum>>,
+}
+
+impl Captured {
+    pub(super) fn id(&self) -> SampleId {
+        self.descriptor.sample.sample_id.clone()
+    }
+
+    /// The line that tells consumers of it.
+    pub(super) fn announce(&self, run: &str, strategy: Strategy) -> Result<SampleRef> {
+        let mut sample = SampleRef::new(&self.descriptor, run, None, strategy.name())?;
+        if let Some(checksums) = &self.checksums {
+            let entry = |(name, sum): (&FeatureName, &Checksum)| {
+                (name.to_string(), serde_json::Value::from(sum.to_string()))
+            };
+            let checksums: serde_json::Map<_, _> = checksums.iter().map(entry).collect();
+            sample.metadata.insert(CHECKSUMS.into(), checksums.into());
+        }
+        Ok(sample)
+    }
 }
 
 /// What became of one prompt of a request.

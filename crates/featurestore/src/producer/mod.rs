@@ -8,6 +8,7 @@ mod options;
 mod prompts;
 mod reorder;
 mod route;
+mod share;
 #[cfg(test)]
 mod tests;
 
@@ -17,10 +18,11 @@ use std::{
     time::Duration,
 };
 
-use control_proto::{capture::Checksum, sample_ref::SampleRef};
+#[cfg(test)]
+use control_proto::sample_ref::SampleRef;
 use parking_lot::Mutex;
 use tokio::{sync::mpsc, task::JoinSet, time::Instant};
-use transport_core::{Descriptor, Error, ErrorKind, FeatureName, Result, SampleId};
+use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId};
 
 pub use capture::{CHECKSUMS, CaptureClient, CaptureOptions, Endpoints};
 pub use options::{Produced, ProducerOptions};
@@ -37,6 +39,7 @@ use journal::Journal;
 use prompts::Pool;
 use reorder::Reorder;
 use route::Router;
+use share::WindowShare;
 
 /// Prompts in the order in which they are to be published.
 pub trait Prompts: Send {
@@ -74,7 +77,8 @@ pub struct Producer {
     held: Vec<Placed>,    // in order, to be published once captures rest
     resting: bool,        // captures rest until consumers have settled what is published
     later: JoinSet<Task>, // put off after a failure
-    exhausted: bool,      // there are no more prompts
+    share: WindowShare,
+    exhausted: bool, // there are no more prompts
     order: u64,
     handled: HashSet<(SampleId, u32)>, // losses that are being captured again
     failures: Vec<Error>,
@@ -112,6 +116,7 @@ impl Producer {
             ));
         }
         let router = Router::new(&options);
+        let arenas = router.arenas();
         let writer = RefWriter::open(folder)?;
         let mut window = InFlight::default();
         // What was published before a restart, by number; its sizes are not known any more.
@@ -133,6 +138,8 @@ impl Producer {
             held: Vec::new(),
             resting: false,
             later: JoinSet::new(),
+            // What is published in order is not what is sent next.
+            share: WindowShare::new(marks.quantum, if options.ordered { 0 } else { arenas }),
             exhausted: false,
             order: 0,
             handled: HashSet::new(),
@@ -164,7 +171,7 @@ impl Producer {
         };
         // What is captured and not handed over goes; what may have been captured is looked for.
         let unpublished = self.reorder.drain().chain(self.held.drain(..));
-        let unpublished: Vec<SampleId> = unpublished.map(|(it, ..)| id_of(&it)).collect();
+        let unpublished: Vec<SampleId> = unpublished.map(|(it, ..)| it.id()).collect();
         self.samples.abort_many(&unpublished).await;
         // What is published belongs to the consumers.
         let published: Vec<SampleId> = self.resident.drain(..).map(|(id, ..)| id).collect();
@@ -344,10 +351,16 @@ impl Producer {
     /// settle whole windows only.
     fn check_room(&mut self) -> Result<()> {
         let layout = self.client.layout();
+        let size = |task: &Task| task.bytes(|tokens| layout.bytes(tokens));
         let Some(next) = self.pool.oldest() else { return Ok(()) };
-        let bytes = next.bytes(|tokens| layout.bytes(tokens));
         let usage = self.window.usage();
-        if usage.samples >= self.quantum || self.router.pick(bytes).is_some() {
+        if usage.samples >= self.quantum || self.router.pick(size(next)).is_some() {
+            return Ok(());
+        }
+        self.pool.smallest_first(size); // one that fits finishes the window as well
+        let next = self.pool.oldest().expect("looked at above");
+        let bytes = size(next);
+        if self.router.pick(bytes).is_some() {
             return Ok(());
         }
         Err(Error::new(
@@ -462,6 +475,9 @@ impl Producer {
                 usage = usage.room(room, self.pool.next_bytes(self.options.lease, size));
             }
             let paused = self.flow.update(usage);
+            if self.pool.oldest().is_some_and(|oldest| self.share.exceeds(size(oldest))) {
+                self.pool.smallest_first(size);
+            }
             let Some(oldest) = self.pool.oldest().filter(|_| !self.resting) else {
                 return paused;
             };
@@ -471,7 +487,7 @@ impl Producer {
                 // Only the one that all others wait for: without it nothing would ever go on.
                 self.pool.take(self.reorder.next()).into_iter().collect()
             } else if paused.is_ok() {
-                self.pool.lease(self.share(), room, size)
+                self.pool.lease(self.next_lease(), room.min(self.share.left()), size)
             } else {
                 Vec::new()
             };
@@ -480,6 +496,7 @@ impl Producer {
             }
             let tokens = lease.iter().map(Task::tokens).sum();
             self.router.fill(server, lease.iter().map(size).sum());
+            lease.iter().for_each(|task| self.share.add(size(task)));
             let url = self.router.url(server).to_owned();
             if let Err(error) = self.journal.note(&url, lease.iter().map(|task| &task.sample_id)) {
                 tracing::warn!(%error, "a crash now could leave samples on a server");
@@ -492,7 +509,7 @@ impl Producer {
 
     /// Prompts of the next request. Towards the end fewer than a lease, so that no server has much
     /// to do when the others have nothing left.
-    fn share(&self) -> usize {
+    fn next_lease(&self) -> usize {
         let most = self.options.lease;
         if !self.exhausted {
             return most;
@@ -546,8 +563,9 @@ impl Producer {
         if self.held.is_empty() {
             return Ok(());
         }
-        let refs =
-            self.held.iter().map(|(it, ..)| self.announce(it)).collect::<Result<Vec<_>>>()?;
+        let (run, strategy) = (&*self.options.run_id, self.client.layout().strategy);
+        let line = |(it, ..): &Placed| it.announce(run, strategy);
+        let refs = self.held.iter().map(line).collect::<Result<Vec<_>>>()?;
         let ready = std::mem::take(&mut self.held);
         let mut writer = self.writer.take().expect("there until the run ends");
         let published = blocking(move || {
@@ -560,33 +578,14 @@ impl Producer {
             outcome.as_ref().map_or_else(|unpublished| unpublished.published, |()| ready.len());
         for (captured, server, bytes) in &ready[..count] {
             self.window.published(captured.descriptor.nbytes());
-            self.resident.push_back((id_of(captured), *server, *bytes));
+            self.resident.push_back((captured.id(), *server, *bytes));
         }
         self.produced.published += count as u64;
         if let Err(unpublished) = outcome {
-            let rest: Vec<SampleId> = ready[count..].iter().map(|(it, ..)| id_of(it)).collect();
+            let rest: Vec<SampleId> = ready[count..].iter().map(|(it, ..)| it.id()).collect();
             self.samples.abort_many(&rest).await;
             return Err(unpublished.error);
         }
         Ok(())
     }
-
-    /// The line that tells consumers of a sample.
-    fn announce(&self, captured: &Captured) -> Result<SampleRef> {
-        let strategy = self.client.layout().strategy.name();
-        let run = &*self.options.run_id;
-        let mut sample = SampleRef::new(&captured.descriptor, run, None, strategy)?;
-        if let Some(checksums) = &captured.checksums {
-            let entry = |(name, sum): (&FeatureName, &Checksum)| {
-                (name.to_string(), serde_json::Value::from(sum.to_string()))
-            };
-            let checksums: serde_json::Map<_, _> = checksums.iter().map(entry).collect();
-            sample.metadata.insert(CHECKSUMS.into(), checksums.into());
-        }
-        Ok(sample)
-    }
-}
-
-fn id_of(captured: &Captured) -> SampleId {
-    captured.descriptor.sample.sample_id.clone()
 }

@@ -98,6 +98,14 @@ impl Pool {
         self.waiting.front()
     }
 
+    /// Puts the smallest prompt before all others.
+    pub(super) fn smallest_first(&mut self, size: impl Fn(&Task) -> u64) {
+        let smallest = (0..self.waiting.len()).min_by_key(|&at| size(&self.waiting[at]));
+        if let Some(task) = smallest.and_then(|at| self.waiting.remove(at)) {
+            self.waiting.push_front(task);
+        }
+    }
+
     /// Takes up to `most` prompts for one request, as long as their `size` fits into `room`. The
     /// oldest is always among them, so that none waits for ever.
     pub(super) fn lease(
@@ -214,6 +222,9 @@ mod tests {
         assert_eq!(lengths(&pool.lease(4, 0, Task::tokens)), [2], "never none");
         assert_eq!(lengths(&pool.lease(4, 8, Task::tokens)), [1]);
         assert!(pool.lease(4, 8, Task::tokens).is_empty());
+        let mut pool = self::pool(Batching::Shuffle, &[4, 1, 2]);
+        pool.smallest_first(Task::tokens);
+        assert_eq!(lengths(&lease(&mut pool, 3)), [1, 4, 2]);
     }
 
     #[test]

@@ -177,6 +177,47 @@ fn arenas_are_reused_many_times_over() {
     }
 }
 
+/// Prompts of like length go together, and windows of the longest would take all there is: what is
+/// sent leaves room for the rest of its window. In proportion this is the published load in two
+/// arenas of 2 GiB.
+#[test]
+fn both_settings_finish_in_arenas_with_room_for_few_windows() {
+    for preset in ["tuned", "controlled"] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let ledger = folder.path().join("kept.db");
+        let ledger = ledger.to_str().expect("UTF-8");
+        let mut command = featurestore(&[
+            "pipeline",
+            "--hidden",
+            "64",
+            "--samples",
+            "200",
+            "--arena",
+            "28MiB",
+            "--preset",
+            preset,
+            "--ledger",
+            ledger,
+            "--json",
+        ]);
+        let temporary = folder.path().join("tmp");
+        std::fs::create_dir(&temporary).expect("a folder");
+        command.env("TMPDIR", &temporary);
+        let ended = Process::start(command).end(STEP);
+        assert!(ended.status.success(), "{preset}: {}", ended.stderr);
+        let report: Value = serde_json::from_str(&ended.stdout).expect("a report");
+        assert_eq!(number(&report, "released_samples"), 200, "{report}");
+        assert_eq!(number(&report["ledger"], "acknowledged"), 200, "{report}");
+        assert_eq!(number(&report["ledger"], "steps"), 200_u64.div_ceil(16), "{report}");
+        assert!(report["trainer_wait"]["p99_us"].is_u64(), "{report}");
+        assert!(std::fs::metadata(ledger).is_ok_and(|file| file.len() > 0), "it is kept");
+        assert_eq!(std::fs::read_dir(&temporary).expect("a folder").count(), 0, "and nothing else");
+        let again = run(&["pipeline", "--hidden", "8", "--samples", "2", "--ledger", ledger]);
+        assert_eq!(again.status.code(), Some(1), "another run's ledger is not written over");
+        assert!(again.stderr.contains("cannot reuse a ledger"), "{}", again.stderr);
+    }
+}
+
 #[test]
 fn a_full_arena_makes_the_servers_wait_and_nothing_is_lost() {
     let tight = ["--arena", "1MiB", "--max-length", "512", "--quantum", "2", "--samples", "40"];
