@@ -59,6 +59,14 @@ impl StoreApi for Leasing {
         // SAFETY: passed on as it came.
         unsafe { self.inner.put(items, policy) }
     }
+    unsafe fn put_new(
+        &self,
+        items: &[PutItem<'_>],
+        policy: ReplicaPolicy,
+    ) -> Result<KeyResults<()>> {
+        // SAFETY: passed on as it came.
+        unsafe { self.inner.put_new(items, policy) }
+    }
     unsafe fn get(&self, items: &[GetItem<'_>]) -> Result<KeyResults<u64>> {
         // SAFETY: passed on as it came.
         unsafe { self.inner.get(items) }
@@ -93,9 +101,10 @@ struct Bed {
 
 fn bed() -> Bed {
     let cluster = Cluster::new();
+    // With sessions nothing is looked up before it is written: a look would lease what was there.
     let mut config = StoreConfig::default().pool(ByteSize::mib(1), ByteSize::mib(1));
     config.removal_patience = Duration::ZERO; // the test repeats, on its own clock
-    let store = Arc::new(Leasing { inner: cluster.client(), seen: Mutex::default() });
+    let store = Arc::new(Leasing { inner: cluster.client_with_sessions(), seen: Mutex::default() });
     let transport = StoreTransport::start(store.clone(), config).unwrap();
     Bed { cluster, store, transport }
 }

@@ -3,6 +3,7 @@
 use std::{
     io::{BufRead, BufReader, Read, Write},
     net::TcpStream,
+    path::PathBuf,
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::mpsc,
     thread,
@@ -14,11 +15,17 @@ use serde_json::Value;
 /// Longest time that any single step may take, on a busy machine.
 pub(crate) const STEP: Duration = Duration::from_secs(60);
 
+/// The binary that was built with these tests. Where they were carried to another machine, it is the
+/// one that the environment names: elsewhere that one may have other features.
+fn binary() -> PathBuf {
+    let built = PathBuf::from(env!("CARGO_BIN_EXE_featurestore"));
+    let named = || std::env::var_os("FEATURESTORE_BIN").map(PathBuf::from);
+    if built.exists() { built } else { named().unwrap_or(built) }
+}
+
 /// The binary under test, without settings of the environment that runs the tests.
 pub(crate) fn featurestore(arguments: &[&str]) -> Command {
-    // Somewhere else where the tests were carried to another machine.
-    let built = || env!("CARGO_BIN_EXE_featurestore").into();
-    let mut command = Command::new(std::env::var_os("FEATURESTORE_BIN").unwrap_or_else(built));
+    let mut command = Command::new(binary());
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("FEATURESTORE_") {
             command.env_remove(name);
