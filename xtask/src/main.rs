@@ -69,10 +69,10 @@ enum Command {
     },
     /// Checks that nothing is uncommitted and that a fresh clone builds
     CleanCheck,
-    /// Installs released builds of Mooncake below the target directory; `test` does so by itself
     /// Compiles the device code, with the NVRTC library of CUDA 12.3 on the loader's path
     #[cfg(feature = "ptx")]
     Ptx,
+    /// Installs released builds of Mooncake below the target directory; `test` does so by itself
     MooncakeVenv,
 }
 

@@ -14,6 +14,7 @@
 //! | `cuda` | no | arenas, pools and the engine of devices: transports `nvlink_intra` and `nvlink` |
 //! | `lifecycle` | yes | what becomes of samples: ledger, acknowledgement, ranks, producer, consumer, … |
 //! | `rollout` | yes | rollouts: ragged columns over the other transports |
+//! | `arrow` | no | rollouts of Arrow and Parquet files, and their rows as Arrow arrays |
 //! | `store` | no | Mooncake Store; one of the next two loads it at run time |
 //! | `mooncake` | no | Mooncake from a C library |
 //! | `mooncake-python` | no | Mooncake from its pip wheel, through an embedded interpreter |

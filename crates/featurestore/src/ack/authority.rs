@@ -81,7 +81,7 @@ impl Authority {
             Resume::Fresh if !ledger.is_empty() => {
                 return Err(refuse("a fresh online attempt cannot reuse a ledger")
                     .with("marker", ledger.marker().unwrap_or(0))
-                    .remedy("resume from its checkpoint, or give the run a new folder"));
+                    .remedy("resume from its checkpoint, or give a new ledger"));
             }
             Resume::At(step) if ledger.marker() != step => {
                 let (marker, step) = (ledger.marker(), step);

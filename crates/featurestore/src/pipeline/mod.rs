@@ -52,6 +52,8 @@ pub struct Options {
     pub server_devices: Vec<u32>,
     /// GPU of the trainer's pool.
     pub trainer_device: u32,
+    /// Whether an arena in host memory is an error, because GPUs were asked for.
+    pub on_device: bool,
     /// How the trainer reads.
     pub transport: TransportChoice,
     /// Whether an unavailable transport is an error.
@@ -103,6 +105,7 @@ impl Default for Options {
             config: None,
             server_devices: Vec::new(),
             trainer_device: 0,
+            on_device: false,
             transport: TransportChoice::Auto,
             strict: false,
             mooncake: MooncakeConfig::from_settings(&Settings::new()).expect("valid defaults"),
@@ -188,8 +191,21 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     for server in &mut servers {
         server.ready().await?; // they get ready side by side
     }
+    let are_on_device = servers.iter().all(|server| server.is_on_device);
+    if options.on_device && !are_on_device {
+        return Err(Error::new(
+            ErrorKind::ConfigInvalid,
+            "start pipeline",
+            "GPUs are named, and the servers' arenas are in host memory",
+        )
+        .with("transport", options.transport)
+        .remedy(
+            "use --transport nvlink_intra, which says what it lacks here; or leave out \
+             --server-devices and --trainer-device",
+        ));
+    }
     // On a device more are read together; see the trainer.
-    let pool = pool_of(if servers.iter().all(|server| server.is_on_device) { 8 } else { 4 });
+    let pool = pool_of(if are_on_device { 8 } else { 4 });
     let folder = ControlFolder::new()?;
     let absolute =
         |path: &PathBuf| std::path::absolute(path).map_err(|e| Error::io("find file", e));

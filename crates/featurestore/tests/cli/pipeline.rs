@@ -313,6 +313,18 @@ fn runs_that_could_never_end_are_refused_up_front() {
 
 #[cfg(not(feature = "store"))]
 #[test]
+fn gpus_that_nothing_would_use_are_refused() {
+    for flags in [["--server-devices", "0"], ["--trainer-device", "1"]] {
+        let mut arguments = vec!["pipeline", "--samples", "1", "--arena", "16MiB"];
+        arguments.extend(["--hidden", "16", "--taps", "1", "--transport", "shm"]);
+        arguments.extend(flags);
+        let ended = run(&arguments);
+        assert!(!ended.status.success());
+        assert!(ended.stderr.contains("arenas are in host memory"), "{}", ended.stderr);
+    }
+}
+
+#[test]
 fn a_build_without_mooncake_says_how_to_get_one() {
     for arguments in [
         &["pipeline", "--transport", "store", "--mooncake", "managed", "--samples", "1"][..],
