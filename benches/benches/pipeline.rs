@@ -93,16 +93,6 @@ impl Jobs {
     }
 }
 
-/// Arenas as large as memory allows, up to those of the published benchmark: in small ones servers
-/// wait for room, and not for their rate.
-fn arena() -> String {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    let gib = kib.unwrap_or(0) >> 20;
-    format!("{}GiB", (gib / 3).clamp(2, 32))
-}
-
 fn number(report: &Value, field: &str) -> f64 {
     let found = report.pointer(field).and_then(Value::as_f64);
     found.unwrap_or_else(|| panic!("{field} in {report}"))
@@ -161,15 +151,13 @@ fn rate(jobs: &Jobs) {
     println!("\nrate: tuned over shm, every byte compared");
     let (mut rates, mut p50, mut p99, mut ledger) = (vec![], vec![], vec![], vec![]);
     let limit = PUBLISHED_RATE.to_string();
-    let arena = arena();
-    println!("{:>20}: 2 of {arena}", "arenas");
     let mut wait = |report: &Value| {
         p50.push(number(report, "/trainer_wait/p50_us"));
         p99.push(number(report, "/trainer_wait/p99_us"));
         ledger.push(number(report, "/ledger/elapsed_s") * 1e3);
     };
     for _ in 0..ROUNDS {
-        let arguments = ["--transport", "shm", "--preset", "tuned", "--arena", &*arena];
+        let arguments = ["--transport", "shm", "--preset", "tuned"];
         let limited = [&arguments[..], &["--server-rate", &limit]].concat();
         let report = jobs.run(&jobs.binary, &limited);
         row("67.3 samples/s", &report);

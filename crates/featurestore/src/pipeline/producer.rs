@@ -145,7 +145,10 @@ fn producer(
     settings.lease = style.lease;
     settings.concurrency = options.concurrency;
     settings.in_flight = Some(options.concurrency);
-    settings.arenas = servers.iter().map(|server| server.arena_bytes).collect();
+    // While captures do not rest nothing is freed, and the last room of an arena is in pieces.
+    let usable =
+        |bytes: u64| if style.serial { (bytes / 4 * 3).max(plan.largest()) } else { bytes };
+    settings.arenas = servers.iter().map(|server| usable(server.arena_bytes)).collect();
     settings.routing = style.routing;
     settings.batching = style.batching.unwrap_or(Batching::Shuffle);
     settings.prefetch = style.prefetch;

@@ -56,6 +56,9 @@ type Call = (usize, u64, Answer);
 /// A captured sample, the server that has it, and the room that it takes there.
 type Placed = (Captured, usize, u64);
 
+/// Without an answer for this long, requests count as waiting for room.
+const STANDSTILL: Duration = Duration::from_secs(1);
+
 /// Is told about each sample as it is captured.
 type Watch = Box<dyn FnMut(&Descriptor) + Send>;
 
@@ -239,7 +242,7 @@ impl Producer {
         }
         let prompts = Arc::new(Mutex::new(prompts));
         let mut incoming = self.read_ahead(prompts.clone());
-        let mut waited = false;
+        let (mut waited, mut answered) = (false, Instant::now());
         let mut paused_since = None::<Instant>;
         let mut revived = Instant::now();
         let (mut asked, mut looked) = (None::<Instant>, None::<Instant>);
@@ -266,7 +269,11 @@ impl Producer {
             let ready = self.exhausted || waited || self.pool.len() >= self.options.lease;
             let paused = if ready { self.issue(calls).err() } else { None };
             waited = false;
-            let rest = calls.is_empty() && (self.exhausted || self.pool.len() > 0);
+            // Requests that wait for room rest as well: only consumers make any.
+            let rest = match calls.is_empty() {
+                true => self.exhausted || self.pool.len() > 0,
+                false => !self.options.overlap && answered.elapsed() >= STANDSTILL,
+            };
             if rest && !self.held.is_empty() {
                 self.resting = true;
                 self.publish().await?;
@@ -314,6 +321,7 @@ impl Producer {
                         })?)?;
                         done = calls.try_join_next(); // what is there is published together
                     }
+                    answered = Instant::now();
                     self.held.extend(self.reorder.ready());
                     if self.options.overlap {
                         self.publish().await?;
