@@ -228,7 +228,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Trainer { config } => trainer(config.as_deref()),
     };
     outcome.unwrap_or_else(|error| {
-        eprintln!("featurestore: {error}");
+        note(format_args!("featurestore: {error}"));
         ExitCode::FAILURE
     })
 }
@@ -285,7 +285,7 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     }
     let wrong = report.verdict();
     for problem in &wrong {
-        eprintln!("featurestore: wrong result: {problem}");
+        note(format_args!("featurestore: wrong result: {problem}"));
     }
     Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })
 }
@@ -349,4 +349,10 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
         ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a line to standard error. Where that is full or closed nobody reads it, and `eprintln!`
+/// would panic.
+fn note(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }

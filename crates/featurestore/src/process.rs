@@ -1,4 +1,12 @@
-//! What a process knows of itself.
+//! What a process knows of itself, and how it talks to people.
+
+use std::{fmt, io::Write};
+
+/// Writes a line to standard error. Where that is full or closed nobody reads it, and the work goes
+/// on: unlike `eprintln!`, this does not panic.
+pub(crate) fn note(line: impl fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
 
 /// Largest resident set of this process so far, in bytes; 0 where the system does not say.
 pub(crate) fn peak_rss_bytes() -> u64 {

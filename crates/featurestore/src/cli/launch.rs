@@ -39,7 +39,7 @@ impl RunFile {
     fn load(&self) -> Result<Loaded> {
         let loaded = Loaded::file(&self.file, |name| std::env::var(name).ok())?;
         for note in &loaded.notes {
-            eprintln!("featurestore: note: {note}");
+            super::note(format_args!("featurestore: note: {note}"));
         }
         Ok(loaded)
     }

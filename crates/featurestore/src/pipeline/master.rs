@@ -105,7 +105,10 @@ impl Drop for Log {
         if let Some(path) = &self.0
             && path.exists()
         {
-            eprintln!("featurestore: the log of mooncake_master is kept: {}", path.display());
+            crate::process::note(format_args!(
+                "featurestore: the log of mooncake_master is kept: {}",
+                path.display()
+            ));
         }
     }
 }

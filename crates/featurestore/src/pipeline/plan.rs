@@ -10,6 +10,9 @@ use crate::{
     workload::{self, Model, Prompt},
 };
 
+/// Servers that one run starts at most: each is a process with an arena.
+const MAX_SERVERS: usize = 256;
+
 /// The samples of a run. Cheap to clone, and small: prompts are made or read on demand.
 #[derive(Clone, Debug)]
 pub(super) struct Plan(Arc<Inner>);
@@ -108,6 +111,11 @@ impl Plan {
         let counts = [self.len(), options.servers, options.quantum, options.concurrency];
         if counts.contains(&0) {
             return Err(refuse("samples, servers, quantum and concurrency must be at least 1"));
+        }
+        if options.servers > MAX_SERVERS {
+            return Err(refuse("so many servers are no use on one machine")
+                .with("servers", options.servers)
+                .with("most", MAX_SERVERS));
         }
         let (arena, largest) = (options.arena.get(), self.largest());
         if largest > arena {

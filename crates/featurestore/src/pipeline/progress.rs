@@ -9,6 +9,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use parking_lot::Mutex;
 
 use super::{Options, children::Trainer};
+use crate::process::note;
 
 /// Pause between two lines where there is no terminal.
 const EVERY: Duration = Duration::from_secs(5);
@@ -46,7 +47,7 @@ impl Progress {
         let kind = if !options.progress {
             Kind::Quiet
         } else {
-            eprintln!("{}", trainer.choice);
+            note(&trainer.choice);
             if std::io::stderr().is_terminal() { bars(total) } else { Kind::Lines }
         };
         let now = Instant::now();
@@ -116,14 +117,14 @@ impl Progress {
     }
 
     fn line(&self, counts: &Counts) {
-        eprintln!(
+        note(format_args!(
             "captured {} of {}, verified {} ({:.2} GB), acknowledged {}",
             counts.captured,
             self.total,
             counts.verified,
             counts.bytes as f64 / 1e9,
             counts.acked
-        );
+        ));
     }
 }
 

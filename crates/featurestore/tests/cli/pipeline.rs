@@ -1,5 +1,7 @@
 //! The main job from end to end, between real processes.
 
+use std::process::Stdio;
+
 use serde_json::Value;
 
 use crate::common::{Process, STEP, featurestore, run};
@@ -296,6 +298,7 @@ fn runs_that_could_never_end_are_refused_up_front() {
         ),
         (&["--arena", "64KiB", "--samples", "8"], &["larger than an arena", "--max-length"]),
         (&["--servers", "0"], &["servers"]),
+        (&["--servers", "100000"], &["servers=100000", "most=256"]),
         (&["--quantum", "0"], &["quantum"]),
         (&["--concurrency", "0"], &["concurrency"]),
         (&["--samples", "0"], &["samples"]),
@@ -312,6 +315,19 @@ fn runs_that_could_never_end_are_refused_up_front() {
 }
 
 #[cfg(not(feature = "store"))]
+#[test]
+fn a_run_goes_on_when_nobody_can_be_told_of_its_progress() {
+    let mut command =
+        featurestore(&["pipeline", "--samples", "2", "--hidden", "16", "--taps", "1"]);
+    command.args(["--arena", "16MiB", "--max-length", "64", "--json"]);
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    command.stderr(std::fs::File::create("/dev/full").expect("a device that is always full"));
+    let ended = command.output().expect("it starts");
+    assert!(ended.status.success(), "{ended:?}");
+    let report: Value = serde_json::from_slice(&ended.stdout).expect("a report");
+    assert_eq!(number(&report, "released_samples"), 2);
+}
+
 #[test]
 fn gpus_that_nothing_would_use_are_refused() {
     for flags in [["--server-devices", "0"], ["--trainer-device", "1"]] {

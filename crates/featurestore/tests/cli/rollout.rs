@@ -380,3 +380,10 @@ fn mistakes_are_named() {
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("handle.json"), "{}", ended.stderr);
 }
+
+#[test]
+fn a_handle_that_never_ends_is_refused() {
+    let ended = run(&["rollout", "inspect", "--handle", "/dev/zero"]);
+    assert!(!ended.status.success());
+    assert!(ended.stderr.contains("too large"), "{}", ended.stderr);
+}

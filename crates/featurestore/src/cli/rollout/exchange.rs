@@ -332,9 +332,12 @@ fn with_reader(
     Ok(ExitCode::SUCCESS)
 }
 
+/// A handle has a few hundred bytes, and the line of put around it a few thousand.
+const MAX_HANDLE_BYTES: u64 = 1 << 20;
+
 /// The handle in a file, alone or in the line that put prints.
 fn handle(path: &Path) -> Result<Handle> {
-    let bytes = files::read(path)?;
+    let bytes = files::read_at_most(path, MAX_HANDLE_BYTES)?;
     let parsed: Option<Value> = serde_json::from_slice(&bytes).ok();
     let inner = parsed.as_ref().and_then(|line| line.get("handle"));
     let parsed = match inner {

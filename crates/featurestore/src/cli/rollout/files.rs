@@ -1,6 +1,7 @@
 //! Mooncake's objects in dumps: decode, encode.
 
 use std::{
+    io::Read,
     num::NonZeroU64,
     path::{Path, PathBuf},
     process::ExitCode,
@@ -277,14 +278,21 @@ fn reference(path: &Path) -> Result<Reference> {
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>> {
+    read_at_most(path, MAX_FILE_BYTES)
+}
+
+/// Reads a file, or a pipe, that is no longer than that; one that does not end is refused too.
+pub(super) fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>> {
     let failed = |e| Error::io("read file", e).with("file", path.display());
-    let bytes = std::fs::metadata(path).map_err(failed)?.len();
-    if bytes > MAX_FILE_BYTES {
+    let mut content = Vec::new();
+    let file = std::fs::File::open(path).map_err(failed)?;
+    file.take(most.saturating_add(1)).read_to_end(&mut content).map_err(failed)?;
+    if content.len() as u64 > most {
         return Err(Error::new(ErrorKind::InvalidInput, "read file", "the file is too large")
             .with("file", path.display())
-            .with("bytes", bytes));
+            .with("most_bytes", most));
     }
-    std::fs::read(path).map_err(failed)
+    Ok(content)
 }
 
 pub(super) fn write(path: &Path, text: &str) -> Result<()> {
