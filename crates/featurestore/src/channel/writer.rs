@@ -70,6 +70,17 @@ impl RefWriter {
     /// # Errors
     /// [`ErrorKind::Busy`] while another producer has it; [`ErrorKind::Closed`] if it is closed.
     pub fn open(folder: &Path) -> Result<Self> {
+        let writer = Self::reopen(folder)?;
+        match writer.end()? {
+            None => Ok(writer),
+            Some(_) => Err(Error::new(ErrorKind::Closed, "open channel", "the channel has ended")
+                .with("folder", folder.display())
+                .remedy("give each run a fresh reference channel")),
+        }
+    }
+
+    /// Opens a channel that may have ended, to see what was published.
+    pub(crate) fn reopen(folder: &Path) -> Result<Self> {
         let files = Files::open(folder)?;
         let io = |e| Error::io("open channel", e);
         let claim_path = files.side("producer_claim");
@@ -87,11 +98,6 @@ impl RefWriter {
         })?;
         claim.set_len(0).map_err(io)?;
         claim.write_all(format!("pid={}\n", std::process::id()).as_bytes()).map_err(io)?;
-        if files.read("closed")?.is_some() || files.read("failed")?.is_some() {
-            return Err(Error::new(ErrorKind::Closed, "open channel", "the channel has ended")
-                .with("folder", folder.display())
-                .remedy("give each run a fresh reference channel"));
-        }
         let mut file = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -170,6 +176,17 @@ impl RefWriter {
                 Err(Unpublished { published, error })
             }
         }
+    }
+
+    /// How the channel has ended, if it has.
+    pub(crate) fn end(&self) -> Result<Option<Result<()>>> {
+        if let Some(why) = self.files.read("failed")? {
+            let error = Error::new(ErrorKind::Closed, "publish refs", "the channel has failed")
+                .with("reason", why.trim())
+                .remedy("give each run a fresh reference channel");
+            return Ok(Some(Err(error)));
+        }
+        Ok(self.files.read("closed")?.map(|_| Ok(())))
     }
 
     /// Lines ever published in this channel.

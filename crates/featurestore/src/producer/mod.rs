@@ -6,6 +6,7 @@ mod capture;
 mod journal;
 mod options;
 mod prompts;
+mod recover;
 mod reorder;
 mod route;
 mod share;
@@ -120,7 +121,7 @@ impl Producer {
         }
         let router = Router::new(&options);
         let arenas = router.arenas();
-        let writer = RefWriter::open(folder)?;
+        let writer = RefWriter::reopen(folder)?;
         let mut window = InFlight::default();
         // What was published before a restart, by number; its sizes are not known any more.
         (0..writer.published()).for_each(|_| window.published(0));
@@ -162,10 +163,17 @@ impl Producer {
     }
 
     /// Captures and publishes every prompt, and closes the channel; on failure it fails the channel
-    /// with the reason, after everything unpublished was freed.
+    /// with the reason, after everything unpublished was freed. In a channel that has ended it only
+    /// frees what the life that ended it could not.
     pub async fn run(mut self, prompts: Box<dyn Prompts>) -> Result<Produced> {
         let mut calls = JoinSet::new();
-        let outcome = self.produce(prompts, &mut calls).await;
+        let end = self.writer().end()?;
+        let has_ended = end.is_some();
+        self.earlier = self.journal.entries();
+        let outcome = match end {
+            None => self.produce(prompts, &mut calls).await,
+            Some(end) => end,
+        };
         self.abandon(calls).await;
         let outcome = match (outcome, self.failures.is_empty()) {
             (Ok(()), true) => Ok(()),
@@ -191,13 +199,17 @@ impl Producer {
         let writer = self.writer.take().expect("taken here only");
         match outcome {
             Ok(()) => {
-                writer.close()?;
+                if !has_ended {
+                    writer.close()?;
+                }
                 reclaimed?;
                 drained?;
                 Ok(self.produced)
             }
             Err(error) => {
-                writer.fail(&error.to_string())?;
+                if !has_ended {
+                    writer.fail(&error.to_string())?;
+                }
                 let cleanup = reclaimed.map(drop).and(drained.map(drop)).err();
                 Err(match cleanup {
                     Some(cleanup) => error.with("cleanup", cleanup),
@@ -235,7 +247,6 @@ impl Producer {
         prompts: Box<dyn Prompts>,
         calls: &mut JoinSet<Call>,
     ) -> Result<()> {
-        self.earlier = self.journal.entries();
         self.recover().await?;
         if let Err(error) = self.samples.reclaim().await {
             tracing::warn!(%error, "not everything of an earlier life is reclaimed yet");
@@ -382,27 +393,6 @@ impl Producer {
         .with("unacknowledged_bytes", usage.bytes)
         .with("arenas_bytes", self.router.arenas())
         .remedy("give larger arenas, more servers, or a smaller quantum"))
-    }
-
-    /// Frees what earlier lives of this producer may have left on servers. Also at the end: a server
-    /// may have finished a capture of an earlier life later than this one began.
-    async fn recover(&mut self) -> Result<()> {
-        let ids: HashSet<SampleId> = self.earlier.iter().map(|(_, id)| id.clone()).collect();
-        let newest = self.writer().newest(&ids)?;
-        let lost = self.writer().lost()?;
-        for (url, id) in self.earlier.clone() {
-            // What consumers own stays; another server may still have its own of the same name.
-            let owned = newest.get(&id).filter(|_| !self.writer().wants(&id, &lost));
-            let here = match owned {
-                Some(sample) => self.client.is_at(&url, &sample.descriptor()?),
-                None => false,
-            };
-            if !here {
-                let key = self.client.key(&Task::new(id, Vec::new(), Vec::new()));
-                self.samples.track(&url, [&key]);
-            }
-        }
-        Ok(())
     }
 
     fn add(&mut self, mut task: Task) {

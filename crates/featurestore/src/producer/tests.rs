@@ -538,3 +538,35 @@ async fn a_restart_publishes_what_is_missing_and_frees_what_was_under_way() {
     ids.dedup();
     assert_eq!((ids.len(), server.resident().await), (6, 6));
 }
+
+/// A life that published everything and then could not reach a server, or was killed: the next one
+/// has nothing to publish any more, and frees what is left.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restart_after_the_end_only_cleans_up() {
+    for failed in [false, true] {
+        let (server, url) = Server::start(&[], Does::Good).await;
+        let folder = tempfile::tempdir().unwrap();
+        {
+            let Client { client, .. } = client(&server, &url);
+            let mut journal = Journal::open(folder.path()).unwrap();
+            let all = tasks(3);
+            journal.note(&url, all.iter().map(|task| &task.sample_id)).unwrap();
+            let answer = client.capture(&url, all).await;
+            let first = answer.prompts[0].1.as_ref().unwrap();
+            let mut writer = RefWriter::open(folder.path()).unwrap();
+            writer.publish(&[first.announce("run", Strategy::Dspark).unwrap()]).unwrap();
+            if failed { writer.fail("out of prompts") } else { writer.close() }.unwrap();
+        }
+        assert_eq!(server.resident().await, 3);
+        let Client { samples, client, .. } = client(&server, &url);
+        let producer =
+            Producer::new(options(&[&url]), client, samples, folder.path(), marks()).unwrap();
+        match (failed, producer.run(List::new(6)).await) {
+            (false, Ok(produced)) => assert_eq!(produced.published, 0),
+            (true, Err(error)) => assert!(error.to_string().contains("out of prompts"), "{error}"),
+            (_, outcome) => panic!("{outcome:?}"),
+        }
+        assert_eq!(server.resident().await, 1, "what is published belongs to the consumers");
+        assert_eq!(Journal::open(folder.path()).unwrap().entries().len(), 0);
+    }
+}
