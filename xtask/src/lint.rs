@@ -21,8 +21,11 @@ use crate::{
 const LIMIT: Duration = Duration::from_secs(15 * 60);
 
 /// Packages with code for devices, and the feature that has all of it.
-const CUDA: &[(&str, &str)] =
-    &[("capture-arena", "scripted-cuda"), ("transport-mooncake-direct", "cuda")];
+const CUDA: &[(&str, &str)] = &[
+    ("capture-arena", "scripted-cuda"),
+    ("transport-mooncake-direct", "cuda"),
+    ("featurestore", "cuda"),
+];
 
 /// What a check found: problems, each with the offender and what to do; or why it was not run.
 type Check = Result<Vec<String>, Skipped>;

@@ -251,12 +251,9 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.arena = ServerConfig::from_settings(&settings)?.arena;
     options.config.clone_from(&args.config);
     options.transport = config.transport;
-    options.on_device = !args.server_devices.is_empty() || args.trainer_device.is_some();
+    options.device = config.device;
     options.server_devices.clone_from(&args.server_devices);
-    if options.server_devices.is_empty() {
-        options.server_devices.push(config.device);
-    }
-    options.trainer_device = args.trainer_device.unwrap_or(config.device);
+    options.trainer_device = args.trainer_device;
     options.strict = config.strict;
     options.mooncake = config.mooncake;
     options.pool = config.pool;

@@ -186,7 +186,6 @@ impl Bed {
                 copy_from: [u64::MAX, u64::MAX, MIB][round % 3],
                 upload_above: [usize::MAX, 0, 0][round / 3 % 3],
                 list_in_host_memory: round / 3 % 3 == 2,
-                ahead: [0, 7, 1360][round / 9 % 3],
                 blocks_each: 1 + round as u32 % 3,
                 rounds: 1 + round as u32 % 4,
                 wait: [Wait::Signal, Wait::Ask, Wait::Driver][round % 3],
@@ -306,15 +305,12 @@ impl Bed {
 
     fn sweep(&mut self, name: &str, count: u64, len: u64) -> Result<()> {
         let mut found = Vec::new();
-        for (upload_above, list_in_host_memory, ahead, how) in [
-            (usize::MAX, false, 0, "with the launch"),
-            (0, false, 0, "uploaded"),
-            (0, false, 168, "uploaded behind 168 pieces"),
-            (0, false, 680, "uploaded behind 680 pieces"),
-            (0, false, 1360, "uploaded behind 1360 pieces"),
-            (0, true, 0, "in host memory"),
+        for (upload_above, list_in_host_memory, how) in [
+            (usize::MAX, false, "with the launch"),
+            (0, false, "uploaded"),
+            (0, true, "in host memory"),
         ] {
-            if ahead as u64 >= count || (upload_above > 0 && count > 1360) {
+            if upload_above > 0 && count > 1360 {
                 continue; // there is no such way
             }
             for wait in [Wait::Signal, Wait::Ask, Wait::Driver] {
@@ -328,7 +324,6 @@ impl Bed {
                             copy_from,
                             upload_above,
                             list_in_host_memory,
-                            ahead,
                             blocks_each,
                             rounds,
                             wait,
@@ -346,9 +341,7 @@ impl Bed {
         for (time, how) in found.iter().take(12).chain(found.iter().rev().take(3).rev()) {
             println!("  {}: {how}", show(count * len, *time));
         }
-        for how in
-            ["with the launch", "uploaded,", "behind 168", "behind 680", "behind 1360", "in host"]
-        {
+        for how in ["with the launch", "uploaded,", "in host"] {
             for wait in ["Signal", "Ask", "Driver"] {
                 let best = found.iter().find(|(_, h)| h.contains(how) && h.contains(wait));
                 if let Some((time, how)) = best {

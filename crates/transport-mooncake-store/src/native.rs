@@ -67,7 +67,8 @@ impl Native {
     }
 
     /// Reads the objects that it can, in place of the `None` in `found`, each into its region. What
-    /// stays `None` is left to Mooncake. Fails only before it reads.
+    /// stays `None` is left to Mooncake. Fails where the call as a whole is over: the master does not
+    /// answer, the deadline has passed, or nobody waits any more. Then nothing reads any more either.
     pub(crate) fn read(
         &self,
         shared: &Shared,

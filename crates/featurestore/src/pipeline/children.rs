@@ -200,7 +200,10 @@ impl Trainer {
         start: &Start,
     ) -> Result<Self> {
         let mut child = command(options, mooncake, "trainer")?
-            .env("FEATURESTORE_DEVICE", options.trainer_device.to_string())
+            .env(
+                "FEATURESTORE_DEVICE",
+                options.trainer_device.unwrap_or(options.device).to_string(),
+            )
             .spawn()
             .map_err(|e| Error::io("start trainer", e))?;
         let name = format!("the trainer (pid {})", child.id().unwrap_or(0));

@@ -48,12 +48,12 @@ pub struct Options {
     pub arena: ByteSize,
     /// File with settings for the servers and the trainer, below those of the environment.
     pub config: Option<PathBuf>,
-    /// GPUs of the servers' arenas, in turn; the first one for all if there are none.
+    /// GPU of whatever is not given another one.
+    pub device: u32,
+    /// GPUs of the servers' arenas, in turn. If any are named, an arena in host memory is an error.
     pub server_devices: Vec<u32>,
-    /// GPU of the trainer's pool.
-    pub trainer_device: u32,
-    /// Whether an arena in host memory is an error, because GPUs were asked for.
-    pub on_device: bool,
+    /// GPU of the trainer's pool. If it is named, an arena in host memory is an error.
+    pub trainer_device: Option<u32>,
     /// How the trainer reads.
     pub transport: TransportChoice,
     /// Whether an unavailable transport is an error.
@@ -103,9 +103,9 @@ impl Default for Options {
             servers: 2,
             arena: ByteSize::mib(2048),
             config: None,
+            device: 0,
             server_devices: Vec::new(),
-            trainer_device: 0,
-            on_device: false,
+            trainer_device: None,
             transport: TransportChoice::Auto,
             strict: false,
             mooncake: MooncakeConfig::from_settings(&Settings::new()).expect("valid defaults"),
@@ -133,9 +133,14 @@ impl Options {
     /// The GPU of one server's arena.
     fn server_device(&self, index: usize) -> u32 {
         match self.server_devices.len() {
-            0 => 0,
+            0 => self.device,
             count => self.server_devices[index % count],
         }
+    }
+
+    /// Whether GPUs were asked for by their numbers.
+    fn names_devices(&self) -> bool {
+        !self.server_devices.is_empty() || self.trainer_device.is_some()
     }
 }
 
@@ -192,7 +197,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         server.ready().await?; // they get ready side by side
     }
     let are_on_device = servers.iter().all(|server| server.is_on_device);
-    if options.on_device && !are_on_device {
+    if options.names_devices() && !are_on_device {
         return Err(Error::new(
             ErrorKind::ConfigInvalid,
             "start pipeline",

@@ -314,7 +314,6 @@ fn runs_that_could_never_end_are_refused_up_front() {
     }
 }
 
-#[cfg(not(feature = "store"))]
 #[test]
 fn a_run_goes_on_when_nobody_can_be_told_of_its_progress() {
     let mut command =
@@ -340,6 +339,7 @@ fn gpus_that_nothing_would_use_are_refused() {
     }
 }
 
+#[cfg(not(feature = "store"))]
 #[test]
 fn a_build_without_mooncake_says_how_to_get_one() {
     for arguments in [

@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::AtomicU32,
     time::{Duration, Instant},
 };
 
@@ -12,6 +12,7 @@ use transport_core::{Error, ErrorKind, Result};
 use super::{
     kernel::{GatherKernel, INLINE},
     sequence::{HEAD_WORDS, PIECE_WORDS, Sequence, Signal},
+    wait::{is_signalled, until},
 };
 
 /// Pieces of the longest list; longer batches take several.
@@ -24,11 +25,6 @@ const MOST_INLINE: usize = INLINE[INLINE.len() - 1];
 const FRONT_WORDS: usize = 32;
 const FRONT: usize = FRONT_WORDS * 8;
 const LIST_BYTES: usize = LIST_PIECES * PIECE_WORDS * 8;
-/// How long a wait looks as often as it can. Then it sleeps between looks, for [`NAP`].
-const SPIN: Duration = Duration::from_millis(5);
-const NAP: Duration = Duration::from_micros(50);
-/// Looks at the signal between two questions to the driver, which costs more and finds faults.
-const LOOKS: u32 = 2048;
 /// How long a lane that is dropped waits for work that nobody waited for.
 const DROP_BOUND: Duration = Duration::from_secs(10);
 
@@ -43,9 +39,6 @@ pub struct CopyPolicy {
     /// Batches of more pieces have their list uploaded. Others, at most 1,360, are sent along with
     /// the launch.
     pub upload_above: usize,
-    /// So many pieces, at most 1,360, of a batch that has more are launched ahead of the others,
-    /// while the list of those is written and uploaded. Default: 0, none.
-    pub ahead: usize,
     /// Uploaded lists stay in host memory, where the kernel reads them.
     pub list_in_host_memory: bool,
     /// Blocks of the kernel on each multiprocessor.
@@ -73,7 +66,6 @@ impl Default for CopyPolicy {
         Self {
             copy_from: 48 << 20,
             upload_above: INLINE[1],
-            ahead: 0,
             list_in_host_memory: false,
             blocks_each: 4,
             rounds: 2,
@@ -189,11 +181,7 @@ impl CopyLane {
         }
         self.ticket = self.ticket.wrapping_add(1);
         self.signalled = false;
-        let room = match self.policy.ahead.min(MOST_INLINE) {
-            0 => LIST_PIECES,
-            ahead => ahead,
-        };
-        Ok(Writer { list: Sequence::default(), room, deadline, lane: self })
+        Ok(Writer { list: Sequence::default(), deadline, lane: self })
     }
 
     /// Waits until all that was started is done.
@@ -213,7 +201,7 @@ impl CopyLane {
         let copied = match (self.is_copying, self.policy.wait) {
             (false, _) => Ok(()),
             (true, Wait::Driver) => self.copies.synchronize(),
-            (true, _) => until(deadline, || self.copies.is_done()),
+            (true, _) => until("copy", deadline, || self.copies.is_done()),
         };
         if copied.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout) {
             return copied;
@@ -224,30 +212,19 @@ impl CopyLane {
 
     /// Launches a full list, so that it may be written from its start again.
     #[cold]
-    unsafe fn make_room(&mut self, list: Sequence, room: usize, deadline: Instant) -> Result<()> {
-        if room < LIST_PIECES {
-            self.is_copying = true;
-            // On the other stream: it runs while the list of what follows is uploaded.
-            // SAFETY: the caller's promise.
-            return unsafe { self.launch_inline(list, true, None) };
-        }
-        // SAFETY: as above.
+    unsafe fn make_room(&mut self, list: Sequence, deadline: Instant) -> Result<()> {
+        // SAFETY: the caller's promise.
         unsafe { self.launch_list(list, None) }?;
-        until(deadline, || self.gathers.is_done()) // the list is still read
+        until("copy", deadline, || self.gathers.is_done()) // the list is still read
     }
 
     /// Queues a launch that carries the list.
-    unsafe fn launch_inline(
-        &mut self,
-        list: Sequence,
-        ahead: bool,
-        signal: Option<Signal>,
-    ) -> Result<()> {
+    unsafe fn launch_inline(&mut self, list: Sequence, signal: Option<Signal>) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
-        let stream = if ahead { &self.copies } else { &self.gathers };
+        self.is_gathering = true;
         let words = &mut self.host.as_mut_words()[FRONT_WORDS - HEAD_WORDS..];
         // SAFETY: the caller's promise.
-        unsafe { self.kernel.launch_inline(stream, words, list, share, signal) }
+        unsafe { self.kernel.launch_inline(&self.gathers, words, list, share, signal) }
     }
 
     /// Queues a launch that reads the list, and its upload before.
@@ -272,20 +249,14 @@ impl CopyLane {
     fn finish_gather(&self, deadline: Instant) -> Result<()> {
         match self.policy.wait {
             Wait::Driver => self.gathers.synchronize(),
-            _ if !self.signalled => until(deadline, || self.gathers.is_done()),
+            _ if !self.signalled => until("copy", deadline, || self.gathers.is_done()),
             _ => {
                 let word = self.host.address().0 as *mut u32;
                 // SAFETY: aligned memory of the lane, which nothing but the kernel writes.
                 let word = unsafe { AtomicU32::from_ptr(word) };
-                until(deadline, || {
-                    for _ in 0..LOOKS {
-                        if word.load(Ordering::Acquire) == self.ticket {
-                            return Ok(true);
-                        }
-                        std::hint::spin_loop();
-                    }
+                until("copy", deadline, || {
                     // Also where a launch failed before the one that tells.
-                    self.gathers.is_done()
+                    Ok(is_signalled(word, self.ticket) || self.gathers.is_done()?)
                 })
             }
         }
@@ -298,7 +269,6 @@ impl CopyLane {
 /// registers then, and is not waited for as it would be in the lane's memory.
 pub(super) struct Writer<'a> {
     list: Sequence, // written and not launched yet
-    room: usize,    // pieces of the list, before something is launched
     deadline: Instant,
     lane: &'a mut CopyLane,
 }
@@ -319,10 +289,10 @@ impl Writer<'_> {
         if op.len == 0 {
             return Ok(());
         }
-        if self.list.count as usize == self.room {
+        if self.list.count as usize == LIST_PIECES {
             // SAFETY: as above.
-            unsafe { self.lane.make_room(self.list, self.room, self.deadline) }?;
-            (self.list, self.room) = (Sequence::default(), LIST_PIECES);
+            unsafe { self.lane.make_room(self.list, self.deadline) }?;
+            self.list = Sequence::default();
         }
         let at = FRONT_WORDS + self.list.count as usize * PIECE_WORDS;
         let place = self.lane.host.as_mut_words()[at..].first_chunk_mut();
@@ -346,9 +316,8 @@ impl Writer<'_> {
         });
         lane.signalled = signal.is_some();
         if list.count as usize <= lane.policy.upload_above.min(MOST_INLINE) {
-            lane.is_gathering = true;
             // SAFETY: the caller's promise; the signal's words are the lane's.
-            return unsafe { lane.launch_inline(list, false, signal) };
+            return unsafe { lane.launch_inline(list, signal) };
         }
         // SAFETY: as above.
         unsafe { lane.launch_list(list, signal) }
@@ -360,7 +329,7 @@ impl Drop for CopyLane {
         let deadline = Instant::now() + DROP_BOUND;
         let waited = self.finish(deadline).err().map(|e| e.kind());
         // A signal says that the bytes are there; the launch itself ends a moment later.
-        let ended = until(deadline, || self.gathers.is_done()).err().map(|e| e.kind());
+        let ended = until("copy", deadline, || self.gathers.is_done()).err().map(|e| e.kind());
         if waited == Some(ErrorKind::Timeout) || ended == Some(ErrorKind::Timeout) {
             // Lists that the device may still read are never given back.
             self.device.forget();
@@ -406,24 +375,4 @@ impl Drop for DeviceBlock {
             let _ = unsafe { self.device.api().free(self.at) };
         }
     }
-}
-
-/// Looks until it is done: as often as possible at first, then between naps.
-fn until(deadline: Instant, mut is_done: impl FnMut() -> Result<bool>) -> Result<()> {
-    if is_done()? {
-        return Ok(());
-    }
-    let started = Instant::now();
-    while !is_done()? {
-        let now = Instant::now();
-        if now >= deadline {
-            return Err(Error::new(ErrorKind::Timeout, "copy", "the device is not done in time")
-                .with("waited_ms", now.saturating_duration_since(started).as_millis())
-                .remedy("allow more time, or look for other work that keeps the device busy"));
-        }
-        if now.duration_since(started) > SPIN {
-            std::thread::sleep(NAP);
-        }
-    }
-    Ok(())
 }

@@ -20,6 +20,7 @@ mod tensors;
 mod tensors_tests;
 #[cfg(test)]
 mod tests;
+mod wait;
 
 pub use engine::{CudaEngine, CudaOptions, CudaStats};
 pub use kernel::GatherKernel;

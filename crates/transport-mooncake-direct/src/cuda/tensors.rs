@@ -11,14 +11,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use capture_arena::cuda::{
-    ArenaPeers, Device, DeviceArenaConfig, DeviceAttribute, DeviceBlock, DevicePtr, FunctionId,
-    KernelArg, Launch, Pinned, Stream,
+use capture_arena::{
+    Quarantine, Unfinished,
+    cuda::{
+        ArenaPeers, Device, DeviceArenaConfig, DeviceAttribute, DeviceBlock, DevicePtr, FunctionId,
+        KernelArg, Launch, Pinned, Stream,
+    },
 };
 use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, RegionMut, RegionSlice, Result};
 
-use super::{kernel::as_bytes, module::Module};
+use super::{
+    kernel::as_bytes,
+    module::Module,
+    wait::{is_signalled, until},
+};
 
 /// The device code. Ends with a zero byte, as the driver wants it.
 const PTX: &str = concat!(include_str!("tensors.ptx"), "\0");
@@ -38,11 +45,6 @@ const STAGING: u64 = 16 << 20;
 const HEAD_WORDS: usize = 5;
 /// Bytes of the sums; the counter of blocks is behind them on the device, the ticket in the host.
 const SUMS: u64 = (PIECES * size_of::<u64>()) as u64;
-/// Looks at the ticket between two questions to the driver, which costs more and finds faults.
-const LOOKS: u32 = 2048;
-/// How long a wait looks as often as it can. Then it sleeps between looks, for [`NAP`].
-const SPIN: Duration = Duration::from_millis(5);
-const NAP: Duration = Duration::from_micros(50);
 /// How long work that went wrong is waited for at the end.
 const LAST_WAIT: Duration = Duration::from_secs(2);
 
@@ -85,7 +87,7 @@ struct Inner {
     sum: FunctionId,
     most_blocks: u32,
     lanes: Mutex<Vec<Lane>>,
-    stuck: Mutex<Vec<Unfinished>>,
+    stuck: Quarantine<Stuck>,
     module: Module,
 }
 
@@ -99,9 +101,9 @@ struct Lane {
 }
 
 /// What the device may still use.
-struct Unfinished {
+struct Stuck {
     lane: Lane,
-    _memory: Memory, // kept for its Drop
+    memory: Memory, // kept for its Drop
 }
 
 /// The tensors of a call.
@@ -128,7 +130,7 @@ impl DeviceTensors {
         let multiprocessors = module.attribute(DeviceAttribute::Multiprocessors)?.max(1);
         let lanes = Mutex::new(vec![Lane::new(device)?]);
         let most_blocks = multiprocessors * BLOCKS_EACH;
-        let stuck = Mutex::default();
+        let stuck = Quarantine::new(LAST_WAIT);
         Ok(Self(Arc::new(Inner { write, sum, most_blocks, lanes, stuck, module })))
     }
 
@@ -213,7 +215,7 @@ impl DeviceTensors {
         deadline: Instant,
         work: impl FnOnce(&mut Lane) -> Result<T>,
     ) -> Result<(Memory, T)> {
-        self.reap();
+        self.0.stuck.sweep();
         let _bound = self.device().bind()?; // once, and not for every call below
         let idle = self.0.lanes.lock().pop();
         let mut lane = match idle {
@@ -228,40 +230,21 @@ impl DeviceTensors {
             Err(error) => {
                 // What was queued may run although a later step failed.
                 let _ = lane.stream.synchronize_within(left(deadline));
-                self.0.stuck.lock().push(Unfinished { lane, _memory: memory });
-                self.reap();
+                self.0.stuck.keep(Stuck { lane, memory });
+                self.0.stuck.sweep(); // it may be over already
                 Err(error)
             }
         }
     }
-
-    /// Lets go of what the device is done with.
-    fn reap(&self) {
-        let mut stuck = self.0.stuck.lock();
-        if stuck.is_empty() {
-            return;
-        }
-        let (over, still): (Vec<_>, Vec<_>) =
-            stuck.drain(..).partition(|unfinished| unfinished.lane.is_over());
-        *stuck = still;
-        drop(stuck);
-        drop(over); // gives memory back to its owners, which have locks of their own
-    }
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        let deadline = Instant::now() + LAST_WAIT;
-        for unfinished in self.stuck.get_mut().drain(..) {
-            while !unfinished.lane.is_over() {
-                if Instant::now() >= deadline {
-                    // The device may use this memory until the process ends: it is never freed.
-                    std::mem::forget(unfinished);
-                    break;
-                }
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        }
+impl Unfinished for Stuck {
+    fn is_over(&mut self) -> bool {
+        self.lane.is_over()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.memory.written.iter().map(|region| region.len() as u64).sum()
     }
 }
 
@@ -373,32 +356,19 @@ impl Lane {
     fn wait(&self, done: DevicePtr, deadline: Instant) -> Result<()> {
         // SAFETY: an aligned word of the lane, which nothing but the kernel writes.
         let word = unsafe { AtomicU32::from_ptr(done.0 as *mut u32) };
-        let started = Instant::now();
-        loop {
-            for _ in 0..LOOKS {
-                if word.load(Ordering::Acquire) == self.ticket {
-                    return Ok(());
-                }
-                std::hint::spin_loop();
+        until("sum up tensors", deadline, || {
+            if is_signalled(word, self.ticket) {
+                return Ok(true);
             }
-            let is_done = self.stream.is_done()?;
-            let now = Instant::now();
-            match is_done {
-                true if word.load(Ordering::Acquire) == self.ticket => return Ok(()),
-                true => {
+            match self.stream.is_done()? {
+                // The word may have come between the two.
+                true if word.load(Ordering::Acquire) != self.ticket => {
                     let why = "the kernel has ended without its sums";
-                    return Err(Error::new(ErrorKind::Unexpected, "sum up tensors", why));
+                    Err(Error::new(ErrorKind::Unexpected, "sum up tensors", why))
                 }
-                false if now >= deadline => {
-                    let why = "the device is not done in time";
-                    return Err(Error::new(ErrorKind::Timeout, "sum up tensors", why)
-                        .with("waited_ms", now.saturating_duration_since(started).as_millis())
-                        .remedy("allow more time, or look for what else keeps the device busy"));
-                }
-                false if now.duration_since(started) > SPIN => std::thread::sleep(NAP),
-                false => {}
+                is_done => Ok(is_done),
             }
-        }
+        })
     }
 }
 

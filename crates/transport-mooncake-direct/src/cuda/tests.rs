@@ -87,20 +87,18 @@ fn every_way_of_telling_and_waiting_copies_the_same_bytes() {
     let waits = [Wait::Signal, Wait::Ask, Wait::Driver];
     let lens: Vec<u64> = (0..1750).map(|i| [0, 1, 511, 512, 513, 4096, 9999][i % 7]).collect();
     for wait in waits {
-        for (upload_above, ahead, list_in_host_memory, copy_from) in [
-            (usize::MAX, 0, false, u64::MAX),
-            (usize::MAX, 1, false, 4096),
-            (0, 0, false, u64::MAX),
-            (0, 8, false, u64::MAX),
-            (0, 1360, true, 9999),
-            (0, usize::MAX, false, 1),
+        for (upload_above, list_in_host_memory, copy_from) in [
+            (usize::MAX, false, u64::MAX),
+            (usize::MAX, false, 4096),
+            (0, false, u64::MAX),
+            (0, true, 9999),
+            (0, false, 1),
         ] {
             for n in [0, 1, 2, 9, 169, 1360, 1361, 1750] {
                 let bed = Bed::new();
                 let policy = CopyPolicy {
                     copy_from,
                     upload_above,
-                    ahead,
                     list_in_host_memory,
                     wait,
                     ..CopyPolicy::default()
@@ -127,28 +125,6 @@ fn more_pieces_than_a_list_has_take_several() {
         copy(&mut lane, &ops).unwrap();
         bed.check(&ops);
     }
-}
-
-#[test]
-fn the_first_pieces_of_many_run_ahead_of_the_others() {
-    let policy = CopyPolicy { ahead: 100, ..CopyPolicy::default() };
-    for (pieces, launches) in [(100, 1), (101, 2), (600, 2)] {
-        let bed = Bed::new();
-        let mut lane = CopyLane::new(&bed.kernel, policy).unwrap();
-        let before = bed.cuda.calls("cuLaunchKernel");
-        let ops = bed.pieces(&vec![1000; pieces]);
-        copy(&mut lane, &ops).unwrap();
-        bed.check(&ops);
-        assert_eq!(bed.cuda.calls("cuLaunchKernel") - before, launches, "{pieces} pieces");
-    }
-    let bed = Bed::new();
-    let mut lane = CopyLane::new(&bed.kernel, policy).unwrap();
-    bed.cuda.fail("cuLaunchKernel", 0, 1, 719);
-    let ops = bed.pieces(&[1000; 200]);
-    assert!(copy(&mut lane, &ops).is_err());
-    lane.finish(soon()).unwrap();
-    copy(&mut lane, &ops).unwrap();
-    bed.check(&ops);
 }
 
 #[test]
