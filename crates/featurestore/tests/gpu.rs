@@ -44,7 +44,7 @@ fn lens() -> Vec<usize> {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn the_kernels_make_and_sum_up_what_the_host_does() {
     let device = device();
     let tensors = DeviceTensors::load(&device).unwrap();
@@ -133,7 +133,7 @@ fn check(report: &Value, host_bytes_per_token: u64) {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn the_main_job_runs_on_the_device() {
     for transport in ["nvlink_intra", "auto"] {
         let report = report(&["--samples", "24", "--transport", transport]);
@@ -142,7 +142,7 @@ fn the_main_job_runs_on_the_device() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn real_captures_are_brought_to_the_device() {
     let folder = std::env::var_os("FEATURESTORE_TEST_DATA").map_or_else(
         || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture")),
@@ -154,7 +154,7 @@ fn real_captures_are_brought_to_the_device() {
 }
 
 #[test]
-#[ignore = "needs a CUDA device"]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn what_does_not_work_says_why() {
     let fails = |arguments: &[&str], parts: &[&str]| {
         let ended = run(arguments);

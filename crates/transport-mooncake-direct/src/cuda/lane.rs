@@ -211,6 +211,9 @@ impl CopyLane {
     }
 
     /// Launches a full list, so that it may be written from its start again.
+    ///
+    /// # Safety
+    /// As [`Self::start`], of the pieces of the list.
     #[cold]
     unsafe fn make_room(&mut self, list: Sequence, deadline: Instant) -> Result<()> {
         // SAFETY: the caller's promise.
@@ -219,6 +222,9 @@ impl CopyLane {
     }
 
     /// Queues a launch that carries the list.
+    ///
+    /// # Safety
+    /// As [`Self::start`], of the pieces of the list.
     unsafe fn launch_inline(&mut self, list: Sequence, signal: Option<Signal>) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
         self.is_gathering = true;
@@ -228,6 +234,9 @@ impl CopyLane {
     }
 
     /// Queues a launch that reads the list, and its upload before.
+    ///
+    /// # Safety
+    /// As [`Self::start`], of the pieces of the list.
     unsafe fn launch_list(&mut self, list: Sequence, signal: Option<Signal>) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
         let bytes = list.count as usize * PIECE_WORDS * 8;
