@@ -68,6 +68,11 @@ fn venv() -> PathBuf {
     named.unwrap_or_else(|| target().join("compare-venv"))
 }
 
+/// Takes this bench's own variables from the child: the command line refuses what is no setting.
+fn hide_own_variables(command: &mut Command) {
+    command.env_remove("FEATURESTORE_BIN").env_remove("FEATURESTORE_COMPARE_VENV");
+}
+
 struct Run {
     binary: PathBuf,
     venv: PathBuf,
@@ -147,6 +152,7 @@ impl Run {
         command.args(["rollout", "bench", "--json", "--payload", &format!("text:{mib}MiB")]);
         command.args(["--reps", &self.reps.to_string(), "--warmup", &self.warmup.to_string()]);
         command.args(flags).stdin(Stdio::null());
+        hide_own_variables(&mut command);
         let output = command.output().map_err(|e| e.to_string())?;
         if !output.status.success() {
             let errors = String::from_utf8_lossy(&output.stderr);
@@ -178,6 +184,7 @@ impl Run {
             self.warmup.to_string(),
         ]);
         command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::null());
+        hide_own_variables(&mut command);
         let output = command.output().map_err(|e| e.to_string())?;
         let text = String::from_utf8_lossy(&output.stdout);
         let answer = text.lines().find_map(|line| line.strip_prefix("@@"));

@@ -15,7 +15,7 @@ use control_proto::mooncake::handshake::SegmentDescriptor;
 use mooncake_sys::EngineSetup;
 use mooncake_sys::{EngineApi, Submission};
 use parking_lot::Mutex;
-use transport_core::{Epoch, Error, ErrorKind, Result, SessionName};
+use transport_core::{Epoch, Error, ErrorKind, RegionMut, Result, SessionName};
 
 use super::{
     Protocol,
@@ -275,6 +275,14 @@ impl MooncakeEngine {
         inner.reads.fetch_add(count, Ordering::Relaxed);
         inner.bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(ops)
+    }
+
+    /// Registers memory of the caller until its last handle is gone, unless it is known already.
+    /// Whatever is cut from what this returns is read into without another registration.
+    pub(crate) fn adopt(&self, region: RegionMut) -> Result<RegionMut> {
+        self.0.check_open()?;
+        self.0.check_kind(region.kind())?;
+        self.0.memory.adopt(region)
     }
 
     /// What it has done so far.
