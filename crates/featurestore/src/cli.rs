@@ -105,16 +105,13 @@ struct ModelArgs {
     #[arg(long, default_value_t = 42)]
     seed: u64,
     /// Folder of safetensors files to serve instead of synthetic content.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["hidden", "taps"])]
     input: Option<PathBuf>,
 }
 
 impl ModelArgs {
     fn model(&self) -> Result<Model> {
-        if self.taps.len() > 1024 {
-            return Err(Error::new(ErrorKind::ConfigInvalid, "configure", "too many taps"));
-        }
-        Ok(Model { hidden: self.hidden, taps: self.taps.clone() })
+        Model::new(self.hidden, self.taps.clone())
     }
 }
 
@@ -122,7 +119,7 @@ impl ModelArgs {
 #[command(after_help = flags::elsewhere())]
 struct PipelineArgs {
     /// Synthetic samples to move.
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(0..=10_000_000))]
+    #[arg(long, default_value_t = 64, conflicts_with = "input", value_parser = clap::value_parser!(u32).range(0..=10_000_000))]
     samples: u32,
     /// Capture servers to start.
     #[arg(long, default_value_t = 2)]
@@ -160,7 +157,7 @@ struct PipelineArgs {
     #[arg(long, value_name = "PATH")]
     ledger: Option<PathBuf>,
     /// Longest synthetic prompt, in tokens.
-    #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, default_value_t = 8192, conflicts_with = "input", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     max_length: u32,
     /// The published benchmark's load: 512 samples, 659,071 tokens, 40,503,867,376 bytes.
     #[arg(long, conflicts_with_all = ["samples", "max_length", "hidden", "taps", "input"])]
@@ -245,6 +242,7 @@ fn runtime(workers: usize, blocking: usize) -> Result<tokio::runtime::Runtime> {
 fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     let settings = args.flags.over(layered(args.config.as_deref())?)?;
     let config = Config::from_settings(&settings)?;
+    Flags::<OfPipeline>::tell_idle(&settings);
     let mut options = Options::default();
     options.samples = args.samples as usize;
     options.servers = args.servers;
@@ -303,6 +301,11 @@ fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
 fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
     let mut problems = Problems::default();
     let settings = layered(args.config.as_deref()).and_then(|file| args.flags.over(file));
+    if !args.exit_with_parent
+        && let Ok(settings) = &settings
+    {
+        Flags::<OfServer>::tell_idle(settings); // who starts it for its own ends knows
+    }
     let config = problems.note(settings.and_then(|s| ServerConfig::from_settings(&s)));
     let source = problems.note(match &args.model.input {
         Some(folder) => Folder::open(folder).map(Source::Folder),

@@ -10,7 +10,7 @@ mod server;
 mod trainer;
 mod value;
 
-use std::{collections::BTreeMap, ffi::OsString, fmt, path::Path};
+use std::{collections::BTreeMap, ffi::OsString, fmt, fs::File, io::Read, path::Path};
 
 use transport_core::{Error, ErrorKind, Result};
 
@@ -40,6 +40,23 @@ impl Key {
     /// Whether it is true or false.
     pub fn is_boolean(&self) -> bool {
         matches!(self.default, Some("true" | "false"))
+    }
+
+    /// Whether it makes a difference where samples are moved by `transport`.
+    pub fn counts_for(&self, transport: TransportChoice) -> bool {
+        use TransportChoice::{Auto, Mooncake, Shm, Store};
+        match self.name {
+            "mooncake"
+            | "mooncake_admin"
+            | "mooncake_lease"
+            | "mooncake_reads"
+            | "mooncake_group_below" => transport == Store,
+            name if name.starts_with("mooncake_") => matches!(transport, Mooncake | Store),
+            "arena_kind" | "data" | "control" | "advertise" | "token" => transport != Store,
+            "device" => transport == Auto || transport.is_of_devices(),
+            "pool" => transport != Shm,
+            _ => true,
+        }
     }
 
     /// Whether the value is never shown.
@@ -147,9 +164,9 @@ impl Settings {
 
     /// Adds a TOML file below what is there already.
     pub fn file(mut self, path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|e| Error::io("read configuration", e).with("file", path.display()))?;
-        self.text(&text).map_err(|e| e.with("file", path.display()))?;
+        read_file(path)
+            .and_then(|text| self.text(&text))
+            .map_err(|e| e.with("file", path.display()))?;
         Ok(self)
     }
 
@@ -274,6 +291,24 @@ impl fmt::Debug for Settings {
         let shown = self.effective().map(|(known, value, source)| (known.name, (value, source)));
         f.debug_map().entries(shown).finish()
     }
+}
+
+/// Longest file of settings.
+const MAX_FILE: u64 = 1 << 20;
+
+/// The text of a file of settings.
+pub(crate) fn read_file(path: &Path) -> Result<String> {
+    let wrong = |why: &'static str| Error::new(ErrorKind::ConfigInvalid, "read configuration", why);
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes))
+        .map_err(|e| Error::io("read configuration", e))?;
+    if bytes.len() as u64 > MAX_FILE {
+        return Err(wrong("the file is too long").with("max_bytes", MAX_FILE));
+    }
+    String::from_utf8(bytes).map_err(|e| {
+        wrong("the file is not UTF-8").with("at_byte", e.utf8_error().valid_up_to()).source(e)
+    })
 }
 
 /// The known key of that name, blanks and case aside, `-` and `_` alike.

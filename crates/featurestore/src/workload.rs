@@ -4,6 +4,8 @@
 //! of it can be made again for a comparison. Values are finite bfloat16 numbers with magnitudes
 //! from 1/8 to 1/2.
 
+use std::collections::HashSet;
+
 use control_proto::capture::{Checksum, ChecksumKind, Mixsum};
 use transport_core::{Dtype, Error, ErrorKind, FeatureName, Result, SampleId, TensorMeta};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
@@ -28,6 +30,24 @@ impl Model {
     /// The model of the published benchmark: 5 taps of width 5,120.
     pub fn paper() -> Self {
         Self { hidden: 5120, taps: vec![5, 19, 33, 47, 61] }
+    }
+
+    /// Refuses layers that are named twice, and more than a model has.
+    pub fn new(hidden: u32, taps: Vec<i64>) -> Result<Self> {
+        const MOST: usize = 1024;
+        let refuse = |why: &'static str| {
+            let shown = &taps[..taps.len().min(16)];
+            Err(Error::new(ErrorKind::ConfigInvalid, "configure", why)
+                .with("taps", format_args!("{shown:?}"))
+                .remedy("give the number of each captured layer once: --taps 5,19,33"))
+        };
+        if taps.len() > MOST {
+            return refuse("too many taps");
+        }
+        if taps.iter().collect::<HashSet<_>>().len() < taps.len() {
+            return refuse("a tap is named twice");
+        }
+        Ok(Self { hidden, taps })
     }
 
     /// Bytes of one token: the taps and the last hidden state in bfloat16, id and mask in int64.

@@ -159,6 +159,7 @@ impl Error {
             | Io::HostUnreachable
             | Io::NetworkUnreachable => ErrorKind::PeerGone,
             Io::TimedOut | Io::WouldBlock => ErrorKind::Timeout,
+            Io::InvalidData => ErrorKind::Corrupt,
             Io::OutOfMemory | Io::StorageFull => ErrorKind::CapacityExceeded,
             Io::AddrInUse | Io::AddrNotAvailable => ErrorKind::ConfigInvalid,
             _ => ErrorKind::Unexpected,

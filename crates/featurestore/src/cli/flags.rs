@@ -5,9 +5,9 @@ use std::{fmt, marker::PhantomData};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use featurestore::{
     Config, Settings,
-    config::{KEYS, Key},
+    config::{KEYS, Key, Source, TransportChoice},
 };
-use transport_core::{ByteSize, Result};
+use transport_core::{ByteSize, Error, ErrorKind, Result};
 
 /// Which settings a command takes as flags.
 pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
@@ -22,6 +22,11 @@ pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
     /// Whether the value of one setting can be used, where that can be said of it alone.
     fn check(_name: &str, _value: &str) -> Result<()> {
         Ok(())
+    }
+
+    /// Why a setting makes no difference to this command, if it makes none.
+    fn idle(key: &Key, transport: TransportChoice) -> Option<String> {
+        (!key.counts_for(transport)).then(|| format!("transport {transport} has no use for it"))
     }
 }
 
@@ -41,6 +46,15 @@ impl Selection for OfPipeline {
         settings.set(name, value)?;
         Config::from_settings(&settings).map(drop)
     }
+
+    fn idle(key: &Key, transport: TransportChoice) -> Option<String> {
+        match key.name {
+            "http" | "data" | "control" | "fill_threads" | "max_in_flight" => {
+                Some("the pipeline chooses it for each of its servers".to_owned())
+            }
+            _ => OfServer::idle(key, transport),
+        }
+    }
 }
 
 /// Flags of `doctor`.
@@ -49,6 +63,11 @@ pub(super) struct OfDoctor;
 
 impl Selection for OfDoctor {
     const NAMES: &[&str] = &["transport", "strict", "lease", "device"];
+
+    /// It looks at everything, whatever is asked for.
+    fn idle(_: &Key, _: TransportChoice) -> Option<String> {
+        None
+    }
 }
 
 /// Flags of `capture-server`; what is wrong with them is reported all at once, by the server.
@@ -89,6 +108,11 @@ impl Selection for OfRollout {
     fn check(name: &str, value: &str) -> Result<()> {
         OfPipeline::check(name, value)
     }
+
+    /// Its pool counts for every transport.
+    fn idle(key: &Key, transport: TransportChoice) -> Option<String> {
+        (key.name != "pool").then(|| OfServer::idle(key, transport)).flatten()
+    }
 }
 
 /// Settings that were given as flags.
@@ -99,12 +123,49 @@ pub(super) struct Flags<S> {
 }
 
 impl<S: Selection> Flags<S> {
-    /// The settings in force: flags above `settings`, this command's defaults below.
+    /// The settings in force: flags above `settings`, this command's defaults below. A flag that
+    /// makes no difference here is refused.
     pub(super) fn over(&self, mut settings: Settings) -> Result<Settings> {
         for (name, value) in &self.given {
             settings.set(name, value)?;
         }
+        let idle = Self::idle(&settings).find(|(_, source, _)| *source == Source::Given);
+        if let Some((key, source, why)) = idle {
+            return Err(Error::new(ErrorKind::ConfigInvalid, "configure", why)
+                .with("setting", key.name)
+                .with("source", source)
+                .remedy("leave it out, or choose the transport that it is meant for"));
+        }
         S::DEFAULTS.iter().try_fold(settings, |all, (name, value)| all.or_default(name, *value))
+    }
+
+    /// Tells of settings in the environment or a file that make no difference here. They may be
+    /// meant for another command, so they are no error; where Mooncake is on this machine is true
+    /// for all commands, so it is not worth a word.
+    pub(super) fn tell_idle(settings: &Settings) {
+        const PLACES: [&str; 3] = ["mooncake_venv", "mooncake_library", "mooncake_preload"];
+        for (key, source, why) in Self::idle(settings) {
+            if !PLACES.contains(&key.name) {
+                let (name, why) = (key.name, format!("makes no difference here: {why}"));
+                super::note(format_args!("featurestore: note: {name} (from: {source}) {why}"));
+            }
+        }
+    }
+
+    /// What is given and makes no difference, and why.
+    fn idle(settings: &Settings) -> impl Iterator<Item = (&'static Key, Source, String)> {
+        // A transport that is none is said elsewhere.
+        let transport = settings.effective().find(|(key, ..)| key.name == "transport");
+        let transport = transport.and_then(|(_, name, _)| name?.parse().ok());
+        let given = settings.effective().filter(|(_, _, source)| *source != Source::Default);
+        given.filter_map(move |(key, _, source)| Some((key, source, S::idle(key, transport?)?)))
+    }
+
+    /// With one more, above the others.
+    #[cfg(all(feature = "rollout", feature = "store"))]
+    pub(super) fn with(mut self, name: &'static str, value: &str) -> Self {
+        self.given.push((name, value.to_owned()));
+        self
     }
 
     /// The flags again, for a process that this one starts.

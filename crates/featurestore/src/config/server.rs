@@ -148,12 +148,16 @@ impl FromStr for ArenaKind {
     }
 }
 
-/// A transport reads either devices or the host.
+/// A transport reads either devices or the host, and maps nothing private.
 fn readable(transport: TransportChoice, kind: ArenaKind) -> Result<()> {
     let (why, remedy) = match kind {
         ArenaKind::Shared | ArenaKind::Heap if transport.is_of_devices() => (
             "this transport reads device memory only",
             "leave out arena_kind, or choose the transport shm or tcp",
+        ),
+        ArenaKind::Heap if transport == TransportChoice::Shm => (
+            "this transport maps memory, and that of a heap arena is private",
+            "leave out arena_kind, or choose the transport tcp",
         ),
         ArenaKind::Device if !transport.is_of_devices() && transport != TransportChoice::Auto => {
             ("this transport reads host memory only", "choose the transport nvlink_intra")
@@ -251,7 +255,8 @@ mod tests {
         ] {
             assert_eq!(read(transport, kind).unwrap(), 1, "{transport}, {kind}");
         }
-        for (transport, kind) in [("nvlink_intra", "shared"), ("nvlink", "heap"), ("shm", "device")]
+        for (transport, kind) in
+            [("nvlink_intra", "shared"), ("nvlink", "heap"), ("shm", "device"), ("shm", "heap")]
         {
             let error = read(transport, kind).unwrap_err().to_string();
             assert!(error.contains("arena_kind") && error.contains(transport), "{error}");

@@ -21,6 +21,8 @@ pub use config::{
 pub use render::{Format, LaunchPlan, Role};
 pub use syntax::Syntax;
 
+use crate::config::read_file;
+
 /// Environment variables that people use already, and what they set.
 pub const VARIABLES: &[(&str, &str)] = &[
     ("MOONCAKE_PROTOCOL", "transport.protocol"),
@@ -64,10 +66,9 @@ impl Loaded {
     /// # Errors
     /// [`ErrorKind::ConfigInvalid`] with everything that is wrong, each with the reason.
     pub fn file(path: &Path, variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|e| Error::io("read configuration", e).with("file", path.display()))?;
-        let read = Self::text(&text, Syntax::of(path), variable);
-        read.map_err(|e| e.with("file", path.display()))
+        read_file(path)
+            .and_then(|text| Self::text(&text, Syntax::of(path), variable))
+            .map_err(|e| e.with("file", path.display()))
     }
 
     /// [`Self::file`], from text.

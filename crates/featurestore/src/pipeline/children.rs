@@ -80,23 +80,30 @@ impl Server {
         mean_tokens: f64,
     ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let taps: Vec<String> = options.model.taps.iter().map(ToString::to_string).collect();
         let mut command = command(options, mooncake, "capture-server")?;
         command.arg("--exit-with-parent");
-        for (flag, value) in [
+        let mut flags = vec![
             ("--transport", options.transport.to_string()),
             ("--arena", options.arena.to_string()),
-            ("--device", options.server_device(index).to_string()),
-            ("--pool", pool.to_string()), // counts for the store only
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
             ("--max-in-flight", (options.concurrency * options.style.lease).to_string()),
-            ("--hidden", options.model.hidden.to_string()),
-            ("--taps", taps.join(",")),
             ("--seed", options.seed.to_string()),
             ("--http", ANY_PORT.into()), // several servers cannot share configured ports
-            ("--data", ANY_PORT.into()),
-            ("--control", ANY_PORT.into()),
-        ] {
+        ];
+        if options.transport == TransportChoice::Store {
+            flags.push(("--pool", pool.to_string()));
+        } else {
+            flags.extend([("--data", ANY_PORT.into()), ("--control", ANY_PORT.into())]);
+        }
+        if options.transport == TransportChoice::Auto || options.transport.is_of_devices() {
+            flags.push(("--device", options.server_device(index).to_string()));
+        }
+        if options.input.is_none() {
+            let taps: Vec<String> = options.model.taps.iter().map(ToString::to_string).collect();
+            flags.push(("--hidden", options.model.hidden.to_string()));
+            flags.push(("--taps", taps.join(",")));
+        }
+        for (flag, value) in flags {
             command.arg(format!("{flag}={value}")); // a value may begin with a dash
         }
         if let Some(rate) = options.server_rate {

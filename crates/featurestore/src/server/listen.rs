@@ -1,12 +1,14 @@
 //! HTTP connections, bounded in number and in how long a request's head may take.
 
+mod half_closed;
+
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use axum::Router;
-use hyper::server::conn::http1;
+use hyper::{server::conn::http1, service::service_fn};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     server::graceful::GracefulShutdown,
@@ -15,6 +17,8 @@ use hyper_util::{
 use tokio::{net::TcpListener, sync::Semaphore, task::JoinSet, time::sleep};
 use transport_core::Seldom;
 use transport_mooncake_direct::AllowList;
+
+use half_closed::Connection;
 
 /// Connections at a time; more wait to be accepted.
 const CONNECTIONS: usize = 1024;
@@ -54,7 +58,11 @@ pub(super) async fn serve(
                     let _ = stream.set_nodelay(true); // slower without, never wrong
                     let mut http = http1::Builder::new();
                     http.timer(TokioTimer::new()).header_read_timeout(HEAD);
-                    let service = TowerToHyperService::new(app.clone());
+                    let app = TowerToHyperService::new(app.clone());
+                    let stream = Connection::new(stream);
+                    let answering = stream.answering();
+                    let service =
+                        service_fn(move |request| answering.clone().answer(&app, request));
                     let connection = http.serve_connection(TokioIo::new(stream), service);
                     let connection = graceful.watch(connection);
                     let unreadable = unreadable.clone();

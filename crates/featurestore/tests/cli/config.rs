@@ -78,6 +78,42 @@ fn a_bad_value_is_found_before_anything_starts() {
 }
 
 #[test]
+fn an_arena_that_its_transport_cannot_read_is_found_before_anything_starts() {
+    let (ok, _, error) = show("transport = \"shm\"\narena_kind = \"heap\"\n", &[]);
+    assert!(!ok && error.contains("arena_kind") && error.contains("transport=shm"), "{error}");
+}
+
+#[test]
+fn a_tap_is_named_once() {
+    for command in ["pipeline", "capture-server"] {
+        let ended = run(&[command, "--arena", "16MiB", "--taps", "1,2,1"]);
+        assert_eq!(ended.status.code(), Some(1), "{command}: {ended:?}");
+        assert!(ended.stderr.contains("a tap is named twice"), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_file_that_is_no_text_or_never_ends_is_a_wrong_configuration() {
+    let mut binary = tempfile::NamedTempFile::new().expect("a temporary file");
+    binary.write_all(b"lease = \"\xff\xfe\"\n").expect("a writable file");
+    let path = binary.path().to_str().expect("UTF-8");
+    for (path, part) in [(path, "at_byte=9"), ("/dev/zero", "max_bytes")] {
+        for arguments in [
+            &["config", "show", "--config", path][..],
+            &["pipeline", "--config", path],
+            &["config", "check", path],
+            &["plan", path],
+        ] {
+            let ended = run(arguments);
+            assert_eq!(ended.status.code(), Some(1), "{arguments:?}: {ended:?}");
+            for part in [part, path, "read configuration"] {
+                assert!(ended.stderr.contains(part), "{arguments:?}: {}", ended.stderr);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_misspelt_variable_is_refused_with_the_nearest_name() {
     let (ok, _, error) = show("", &[("FEATURESTORE_LEESE", "5s")]);
     assert!(!ok);

@@ -6,6 +6,9 @@ use serde_json::Value;
 
 use crate::common::{Process, STEP, featurestore, run};
 
+const REAL: [&str; 9] =
+    ["pipeline", "--servers", "2", "--arena", "16MiB", "--quantum", "3", "--seed", "42"];
+
 const SMALL: [&str; 13] = [
     "pipeline",
     "--hidden",
@@ -107,9 +110,8 @@ fn the_plugin_form_and_the_automatic_choice_work_too() {
 fn real_captures_reproduce_their_manifest() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
     for transport in ["shm", "tcp"] {
-        let report = report(
-            &[&SMALL[..], &["--input", folder, "--transport", transport, "--json"]].concat(),
-        );
+        let report =
+            report(&[&REAL[..], &["--input", folder, "--transport", transport, "--json"]].concat());
         check(&report, 3, 1920 * 2 + 384 * 2 + 16);
         assert_eq!(number(&report, "tokens"), 5 + 8 + 10);
         assert_eq!(report["verified_bytes"], report["bytes"]);
@@ -128,7 +130,7 @@ fn a_manifest_that_disagrees_is_a_wrong_result() {
     manifest["samples"][1]["tensors"]["loss_mask"]["sha256"] = "0".repeat(64).into();
     std::fs::write(folder.path().join("manifest.json"), manifest.to_string()).expect("written");
     let folder = folder.path().to_str().expect("UTF-8");
-    let ended = run(&[&SMALL[..], &["--input", folder, "--json"]].concat());
+    let ended = run(&[&REAL[..], &["--input", folder, "--json"]].concat());
     assert_eq!(ended.status.code(), Some(3), "{}", ended.stderr);
     assert!(ended.stderr.contains("loss_mask"), "{}", ended.stderr);
     let report: Value = serde_json::from_str(&ended.stdout).expect("the report all the same");
@@ -263,7 +265,50 @@ fn settings_of_file_and_environment_reach_every_process() {
     command.env("FEATURESTORE_ARENA_KIND", "heap").env("FEATURESTORE_ARENA", "2MiB");
     let ended = Process::start(command).end(STEP);
     assert_eq!(ended.status.code(), Some(1), "never another transport than the one asked for");
-    assert!(ended.stderr.contains("private memory"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("arena_kind"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("pid"), "before any server is started: {}", ended.stderr);
+}
+
+#[test]
+fn settings_that_make_no_difference_are_refused_or_told() {
+    let small = ["pipeline", "--samples", "2", "--hidden", "8", "--taps", "1", "--arena", "4MiB"];
+    let small = [&small[..], &["--max-length", "64", "--json"]].concat();
+    for (flags, setting) in [
+        (&["--mooncake", "managed"][..], "mooncake"),
+        (&["--transport", "tcp", "--mooncake-reads", "native"], "mooncake_reads"),
+        (&["--transport", "mooncake", "--mooncake-admin", "127.0.0.1:1"], "mooncake_admin"),
+        (&["--transport", "shm", "--pool", "1MiB"], "pool"),
+        (&["--transport", "tcp", "--device", "1"], "device"),
+    ] {
+        let ended = run(&[&small[..], flags].concat());
+        assert_eq!(ended.status.code(), Some(1), "{flags:?}: {ended:?}");
+        let parts = ["has no use for it", &format!("setting={setting}"), "command line"];
+        for part in parts {
+            assert!(ended.stderr.contains(part), "{flags:?}: {part}: {}", ended.stderr);
+        }
+    }
+    let ended = run(&["capture-server", "--arena", "1MiB", "--mooncake", "127.0.0.1:1"]);
+    assert_eq!(ended.status.code(), Some(1), "it would not be in that store: {ended:?}");
+    assert!(ended.stderr.contains("has no use for it"), "{}", ended.stderr);
+
+    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    std::io::Write::write_all(&mut file, b"max_in_flight = 7\nlease = \"9s\"\n").expect("written");
+    let path = file.path().to_str().expect("UTF-8");
+    let mut command = featurestore(&[&small[..], &["--config", path]].concat());
+    command.env("FEATURESTORE_HTTP", "127.0.0.1:1").env("FEATURESTORE_MOONCAKE_VENV", "/nowhere");
+    let ended = Process::start(command).end(STEP);
+    assert!(ended.status.success(), "they may be meant for another command: {}", ended.stderr);
+    let notes: Vec<&str> = ended.stderr.lines().filter(|line| line.contains("note:")).collect();
+    assert_eq!(notes.len(), 2, "each once, and no other: {}", ended.stderr);
+    assert!(notes[0].contains("http (from: environment FEATURESTORE_HTTP)"), "{notes:?}");
+    assert!(notes[1].contains("max_in_flight (from: file)"), "{notes:?}");
+
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+    for flags in [["--samples", "1"], ["--max-length", "9"], ["--taps", "1"], ["--hidden", "8"]] {
+        let ended = run(&[&["pipeline", "--input", folder][..], &flags].concat());
+        assert_eq!(ended.status.code(), Some(2), "{flags:?}: {ended:?}");
+        assert!(ended.stderr.contains("cannot be used with"), "{}", ended.stderr);
+    }
 }
 
 #[test]
@@ -303,7 +348,7 @@ fn runs_that_could_never_end_are_refused_up_front() {
         (&["--concurrency", "0"], &["concurrency"]),
         (&["--samples", "0"], &["samples"]),
         (&["--paper"], &["cannot be used with"]),
-        (&["--input", "/nowhere"], &["/nowhere"]),
+        (&["--input", "/nowhere"], &["cannot be used with"]),
     ] {
         let fixed = ["pipeline", "--hidden", "64", "--taps", "1,2,3,4,5"];
         let ended = run(&[&fixed[..], arguments].concat());

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashSet,
+    io::{Read, Write},
     process::Stdio,
     time::{Duration, Instant},
 };
@@ -53,7 +54,7 @@ fn send(server: &Server, body: &Value) -> std::net::TcpStream {
     let mut stream = std::net::TcpStream::connect(server.address("http")).expect("it listens");
     let head =
         format!("POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
-    std::io::Write::write_all(&mut stream, (head + &body).as_bytes()).expect("the server reads");
+    stream.write_all((head + &body).as_bytes()).expect("the server reads");
     stream
 }
 
@@ -61,7 +62,7 @@ fn send(server: &Server, body: &Value) -> std::net::TcpStream {
 fn control(server: &Server, line: &Value) -> std::net::TcpStream {
     let mut control = std::net::TcpStream::connect(server.address("control")).expect("it listens");
     let line = line.to_string() + "\n";
-    std::io::Write::write_all(&mut control, line.as_bytes()).expect("it reads");
+    control.write_all(line.as_bytes()).expect("it reads");
     control.set_read_timeout(Some(Duration::from_secs(20))).expect("a valid timeout");
     control
 }
@@ -440,6 +441,34 @@ fn a_client_that_goes_away_gives_its_place_up() {
 }
 
 #[test]
+fn a_client_that_ends_its_side_gets_its_answers() {
+    let server = server(&["--arena", "64KiB", "--deadline", "30s"]);
+    server.generate(&[], &request(&[("a", &[7; 300])]));
+    let mut stream = send(&server, &request(&[("b", &[7; 300])]));
+    stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").expect("the server reads");
+    stream.shutdown(std::net::Shutdown::Write).expect("connected");
+    stream.set_read_timeout(Some(STEP)).expect("a valid timeout");
+    eventually("it waits for room", || server.health()["samples_in_flight"] == 1);
+    std::thread::sleep(Duration::from_millis(300)); // so that the end is seen while it waits
+    control(&server, &keys("a"));
+    let mut answers = String::new();
+    stream.read_to_string(&mut answers).expect("answers, and then the end");
+    let finals: Vec<&str> =
+        answers.split("HTTP/1.1 ").filter(|a| !a.is_empty() && !a.starts_with("100 ")).collect();
+    assert_eq!(finals.len(), 2, "{answers}");
+    assert!(finals[0].starts_with("200 ") && finals[0].contains("\"address\""), "{answers}");
+    assert!(finals[1].starts_with("200 ") && finals[1].contains("resident_samples"), "{answers}");
+
+    let mut stream = std::net::TcpStream::connect(server.address("http")).expect("it listens");
+    stream.write_all(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{").unwrap();
+    stream.shutdown(std::net::Shutdown::Write).expect("connected");
+    let mut refused = String::new();
+    stream.read_to_string(&mut refused).expect("an answer, or the end");
+    assert!(!refused.contains("100 Continue"), "half a request is not answered: {refused}");
+    assert_eq!(server.health()["samples_in_flight"], 0);
+}
+
+#[test]
 fn health_and_metrics_tell_the_same_numbers() {
     let server = server(&[]);
     server.generate(&[], &request(&[("a", &[1, 2]), ("b", &[3])]));
@@ -498,6 +527,10 @@ fn an_arena_has_to_be_given_and_has_to_fit() {
         (&["capture-server", "--arena", "50%"], &["arena", "2GiB"]),
         (&["capture-server", "--arena", "900TiB"], &["arena"]),
         (&["capture-server", "--arena", "1MiB", "--arena-kind", "heep"], &["heap"]),
+        (
+            &["capture-server", "--arena", "1MiB", "--transport", "shm", "--arena-kind", "heap"],
+            &["arena_kind", "private"],
+        ),
         (&["capture-server", "--arena", "1MiB", "--input", "/nowhere"], &["/nowhere"]),
         (
             &["capture-server", "--arena", "1MiB", "--control", "0.0.0.0:0", "--advertise", "me"],

@@ -148,8 +148,8 @@ fn with_store<T>(
     args: &TransportArgs,
     work: impl FnOnce(&mut featurestore::rollout::StoreObjects) -> Result<T>,
 ) -> Result<T> {
-    let mut options = args.options(None)?;
-    options.config.transport = featurestore::TransportChoice::Store;
+    let flags = args.flags.clone().with("transport", "store");
+    let options = TransportArgs { flags, ..args.clone() }.options(None)?;
     super::prepare(&options)?;
     crate::cli::runtime(2, 8)?.block_on(async {
         let endpoint = super::open(options).await?;
