@@ -225,6 +225,9 @@ pub(crate) fn run() -> ExitCode {
         Command::Trainer { config } => trainer(config.as_deref()),
     };
     outcome.unwrap_or_else(|error| {
+        if error.operation() == PRINT && error.kind() == ErrorKind::PeerGone {
+            return ExitCode::from(BROKEN_PIPE); // as `head` ends others
+        }
         note(format_args!("featurestore: {error}"));
         ExitCode::FAILURE
     })
@@ -285,10 +288,15 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })
 }
 
+/// What fails when a result cannot be printed.
+const PRINT: &str = "print result";
+/// Exit code of a program whose reader has left, which SIGPIPE would have ended.
+const BROKEN_PIPE: u8 = 128 + 13;
+
 /// Prints a line on standard output; a closed or full one is an error, not a panic.
 fn say(line: impl std::fmt::Display) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|e| Error::io("print result", e))
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|e| Error::io(PRINT, e))
 }
 
 fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
@@ -339,16 +347,23 @@ fn show(file: Option<&std::path::Path>) -> Result<ExitCode> {
     problems.note(Config::from_settings(&settings));
     problems.note(ServerConfig::from_settings(&settings.clone().or_default("arena", "1MiB")?));
     problems.settle("configure")?;
-    for (key, value, source) in settings.effective() {
-        say(format_args!(
-            "{:<17} {:<16} {:<32} {}",
-            key.name,
-            value.as_deref().unwrap_or("-"),
-            source.to_string(),
-            key.help
-        ))?;
-    }
+    say(columns(settings.effective().map(|(key, value, source)| {
+        let value = value.unwrap_or_else(|| "-".to_owned());
+        [key.name.to_owned(), value, source.to_string(), key.help.to_owned()]
+    })))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Rows with their columns below each other, two blanks apart. The last one is as long as it is.
+fn columns<const N: usize>(rows: impl Iterator<Item = [String; N]>) -> String {
+    let rows: Vec<_> = rows.collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: Vec<usize> = (0..N - 1).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |row: &[String; N]| {
+        let padded = row.iter().zip(&widths).map(|(text, &width)| format!("{text:<width$}  "));
+        padded.collect::<String>() + &row[N - 1]
+    };
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
 /// Writes a line to standard error. Where that is full or closed nobody reads it, and `eprintln!`

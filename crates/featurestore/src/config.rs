@@ -81,7 +81,12 @@ pub const KEYS: &[Key] = &[
         "how samples are moved: auto, nvlink_intra, nvlink, shm, tcp, mooncake or store",
     ),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
-    optional("pool", "memory of a trainer or store server for samples on their way, such as 4GiB"),
+    optional(
+        "pool",
+        "memory of a trainer or store server for samples on their way, such as 4GiB; if not given, \
+         2GiB in a trainer, as the arena in a store server, and room for the largest samples in the \
+         pipeline",
+    ),
     key("lease", "30s", "how long a trainer that vanished keeps what it holds"),
     key("deadline", "30s", "longest time of one fetch, and of a wait for room in the arena"),
     optional("token", "secret that control connections have to show"),

@@ -3,13 +3,14 @@
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Args, ValueEnum};
-use featurestore::launch::{Format, Loaded, RunConfig};
+use featurestore::launch::{Format, Loaded, OVER_NVLINK, OVER_TCP, RunConfig};
 use transport_core::Result;
 
-use super::say;
+use super::{columns, say};
 
 /// A run's file.
 #[derive(Debug, Args)]
+#[command(after_long_help = examples())]
 pub(super) struct RunFile {
     /// File of the run, in TOML or (.yaml, .yml) YAML; environment variables such as MOONCAKE_PROTOCOL come before it.
     #[arg(value_name = "FILE")]
@@ -17,6 +18,7 @@ pub(super) struct RunFile {
 }
 
 #[derive(Debug, Args)]
+#[command(after_long_help = examples())]
 pub(super) struct PlanArgs {
     #[command(flatten)]
     run: RunFile,
@@ -63,10 +65,19 @@ pub(super) fn check(run: &RunFile) -> Result<ExitCode> {
 }
 
 pub(super) fn explain(run: &RunFile) -> Result<ExitCode> {
-    for (path, value, source) in run.load()?.explain() {
-        say(format_args!("{path:<36} {value:<32} {source}"))?;
-    }
+    let lines = run.load()?.explain();
+    say(columns(lines.into_iter().map(|(path, value, source)| [path, value, source])))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Files to begin with.
+fn examples() -> String {
+    format!(
+        "A file over tcp:\n\n{OVER_TCP}\n\
+         A file over the NVLink of one host, with SGLang's capture servers and Mooncake:\n\n\
+         {OVER_NVLINK}\n\
+         `featurestore config schema` has every setting with its meaning."
+    )
 }
 
 pub(super) fn schema() -> Result<ExitCode> {

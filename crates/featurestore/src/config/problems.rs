@@ -12,14 +12,14 @@ impl Problems {
         outcome.map_err(|error| self.0.push(error)).ok()
     }
 
-    /// Fails if anything was noted: with the one problem, or with all of them.
+    /// Fails if anything was noted: with the one problem, or with all of them, a line each.
     pub fn settle(mut self, operation: &'static str) -> Result<()> {
         if self.0.len() < 2 {
             return self.0.pop().map_or(Ok(()), Err);
         }
         let (kind, count) = (self.0[0].kind(), self.0.len());
         let list: Vec<String> = self.0.iter().map(ToString::to_string).collect();
-        let message = format!("{count} problems: {}", list.join("; and: "));
+        let message = format!("{count} problems:\n- {}", list.join("\n- "));
         Err(Error::new(kind, operation, message))
     }
 }

@@ -6,6 +6,7 @@
 mod check;
 mod config;
 mod render;
+mod shape;
 mod syntax;
 #[cfg(test)]
 mod tests;
@@ -22,6 +23,11 @@ pub use render::{Format, LaunchPlan, Role};
 pub use syntax::Syntax;
 
 use crate::config::read_file;
+
+/// A run over tcp, as a file: what has to be given, and little else.
+pub const OVER_TCP: &str = include_str!("tcp.toml");
+/// A run over the NVLink of one host, as a file.
+pub const OVER_NVLINK: &str = include_str!("nvlink_intra.toml");
 
 /// Environment variables that people use already, and what they set.
 pub const VARIABLES: &[(&str, &str)] = &[
@@ -97,8 +103,10 @@ impl Loaded {
             set(&mut table, path, typed(path, &value).map_err(|e| e.with("variable", name))?);
             sources.insert(path.to_owned(), format!("environment {name}"));
         }
-        let config =
-            RunConfig::deserialize_from(table).map_err(|e| explain_unknown(&e.to_string()))?;
+        shape::check(&table)?;
+        // The second line of its message says in which setting.
+        let config = RunConfig::deserialize_from(table)
+            .map_err(|e| wrong(e.to_string().trim().replace('\n', " ")))?;
         let notes = check::check(&config, &sources)?;
         Ok(Self { config, notes, sources })
     }
@@ -186,20 +194,4 @@ fn typed(path: &str, text: &str) -> Result<toml::Value> {
         }
         _ => text.into(),
     })
-}
-
-/// Names the nearest known key for an unknown one.
-fn explain_unknown(message: &str) -> Error {
-    // The second line says in which setting.
-    let line = message.trim().replace('\n', " ");
-    let error = Error::new(ErrorKind::ConfigInvalid, "read configuration", line);
-    let first = message.lines().next().unwrap_or_default();
-    let mut quoted = first.split('`').skip(1).step_by(2);
-    match (message.contains("unknown field"), quoted.next()) {
-        (true, Some(found)) => {
-            let known: Vec<&str> = quoted.collect();
-            error.remedy(crate::config::suggestion(found, known.into_iter()))
-        }
-        _ => error,
-    }
 }

@@ -110,6 +110,51 @@ fn contradictions_are_refused_with_the_reason_and_all_at_once() {
 }
 
 #[test]
+fn all_that_is_missing_or_unknown_is_said_at_once() {
+    let text = "[run]\nid = \"a\"\nlayer = [1]\n[[server]]\nhost = \"h\"\n[trainr]\n";
+    let error = load(text).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConfigInvalid);
+    let error = error.to_string();
+    for part in [
+        "10 problems",
+        "setting=run.strategy",
+        "setting=run.hidden",
+        "setting=run.layers",
+        "setting=run.max_length",
+        "setting=run.model",
+        "setting=run.control_dir",
+        "setting=transport.backend", // of a section that is not there at all
+        "setting=server[0].port",
+        "found=run.layer)",
+        "did you mean layers",
+        "found=trainr",
+        "did you mean trainer",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    let unset = |name: &str| (name == "DISAGG_BACKEND").then(|| "shm".to_owned());
+    let error = Loaded::text(text, Syntax::Toml, unset).unwrap_err().to_string();
+    assert!(!error.contains("transport.backend"), "the environment gives it: {error}");
+}
+
+#[test]
+fn the_examples_are_runs() {
+    for (text, role, part) in [
+        (OVER_TCP, "server-0", "--http=127.0.0.1:30000"),
+        (OVER_NVLINK, "server-0", "--spec-capture-aux-layer-ids 5 19 33 47 61"),
+        (OVER_NVLINK, "trainer-3", "train.py"),
+    ] {
+        let loaded = load(text).unwrap();
+        assert!(loaded.notes.is_empty(), "{:?}", loaded.notes);
+        let plan = loaded.plan();
+        let found = plan.roles.iter().find(|found| found.name == role).unwrap();
+        assert!(found.argv.join(" ").contains(part), "{found:?}");
+    }
+    let readme = include_str!("../../../../README.md");
+    assert!(readme.contains(OVER_TCP.trim()), "the README shows the file that `plan --help` does");
+}
+
+#[test]
 fn protocols_are_forgiving_in_form_only() {
     for text in ["NVLINK", " nvlink ", "Nvlink"] {
         let loaded = load(&GOOD.replacen("\"nvlink\"", &format!("{text:?}"), 1)).unwrap();

@@ -43,6 +43,22 @@ fn every_value_is_shown_with_its_source() {
 }
 
 #[test]
+fn columns_stand_below_each_other_and_a_reader_that_leaves_is_no_error() {
+    let (_, shown, _) =
+        show("lease = \"5s\"\n", &[("FEATURESTORE_MOONCAKE_METADATA", "http://h:1/m")]);
+    let help = line(&shown, "strict").find("whether").expect("its meaning");
+    for (setting, meaning) in [("lease", "how long"), ("mooncake_metadata", "address of")] {
+        assert_eq!(line(&shown, setting).find(meaning), Some(help), "{shown}");
+    }
+    let mut command = featurestore(&["config", "show"]);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let ended = command.stdout(writer).output().expect("it starts");
+    assert_eq!(ended.status.code(), Some(141), "{ended:?}");
+    assert!(ended.stderr.is_empty(), "{ended:?}");
+}
+
+#[test]
 fn a_misspelt_key_names_the_nearest() {
     let (ok, _, error) = show("lese = \"5s\"\n", &[]);
     assert!(!ok);
@@ -151,8 +167,17 @@ fn help_and_config_show_say_the_same() {
         assert!(told.contains(meaning), "{flag}: {meaning} in {told}");
         assert_eq!(told.contains(&format!("[default: {default}]")), default != "-", "{told}");
     }
+    let help = run(&["plan", "--help"]).stdout;
+    for part in ["backend = \"tcp\"", "protocol = \"nvlink_intra\"", "config schema"] {
+        assert!(help.contains(part), "{part}: {help}");
+    }
     let help = run(&["pipeline", "--help"]).stdout;
-    for part in ["[default: 2GiB]", "[default: auto]", "FEATURESTORE_TOKEN"] {
+    for part in [
+        "if not given, 2GiB in a trainer",
+        "[default: 2GiB]",
+        "[default: auto]",
+        "FEATURESTORE_TOKEN",
+    ] {
         assert!(help.contains(part), "{part}: {help}");
     }
 }
