@@ -324,12 +324,18 @@ impl Worker {
                 let lease = lease.min(hello.lease);
                 let patience = (lease / 2).max(Duration::from_secs(2));
                 let oldest = self.sent.values().map(|s| s.at).chain(self.ping.map(|p| p.1)).min();
-                let unanswered = oldest.is_some_and(|at| now - at > patience);
-                if unanswered && now - link.heard > patience {
+                let waited = oldest.map_or(Duration::ZERO, |at| now - at);
+                let silent = waited > patience && now - link.heard > patience;
+                // Where others are answered meanwhile, that line is lost: something between the
+                // two has dropped it. Over another connection it is sent again.
+                if silent || waited > 2 * patience {
                     return Err(Error::new(
                         ErrorKind::Timeout,
                         "control",
-                        "the server does not answer any more",
+                        match silent {
+                            true => "the server does not answer any more",
+                            false => "the server does not answer a line",
+                        },
                     )
                     .with("peer", &self.shared.server));
                 }
