@@ -95,32 +95,50 @@ enum ConfigCommand {
 /// What synthetic captures look like.
 #[derive(Debug, Args)]
 struct ModelArgs {
-    /// Width of a hidden state.
-    #[arg(long, default_value_t = 5120, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    hidden: u32,
-    /// Layers whose hidden states are captured.
-    #[arg(long, value_delimiter = ',', default_value = "5,19,33,47,61")]
-    taps: Vec<i64>,
+    /// Width of a synthetic hidden state [default: 5120]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    hidden: Option<u32>,
+    /// Layers whose hidden states are captured in synthetic samples [default: 5,19,33,47,61]
+    #[arg(long, value_delimiter = ',')]
+    taps: Option<Vec<i64>>,
     /// Seed of synthetic content.
     #[arg(long, default_value_t = 42)]
     seed: u64,
     /// Folder of safetensors files to serve instead of synthetic content.
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["hidden", "taps"])]
+    #[arg(long, value_name = "DIR")]
     input: Option<PathBuf>,
 }
 
 impl ModelArgs {
     fn model(&self) -> Result<Model> {
-        Model::new(self.hidden, self.taps.clone())
+        let paper = Model::paper();
+        Model::new(self.hidden.unwrap_or(paper.hidden), self.taps.clone().unwrap_or(paper.taps))
+    }
+
+    /// Tells of flags that make no difference, because the files of a folder are as they are.
+    fn tell_idle(&self, max_length: bool) {
+        if self.input.is_none() {
+            return;
+        }
+        let given = [
+            ("hidden", self.hidden.is_some()),
+            ("taps", self.taps.is_some()),
+            ("max-length", max_length),
+        ];
+        for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
+            note(format_args!(
+                "featurestore: note: --{flag} makes no difference here: samples of --input are as they are"
+            ));
+        }
     }
 }
 
 #[derive(Debug, Args)]
 #[command(after_help = flags::elsewhere())]
 struct PipelineArgs {
-    /// Synthetic samples to move.
-    #[arg(long, default_value_t = 64, conflicts_with = "input", value_parser = clap::value_parser!(u32).range(0..=10_000_000))]
-    samples: u32,
+    /// Samples to move [default: 64 synthetic ones; all of --input, otherwise its first]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(0..=10_000_000))]
+    samples: Option<u32>,
     /// Capture servers to start.
     #[arg(long, default_value_t = 2)]
     servers: usize,
@@ -156,9 +174,9 @@ struct PipelineArgs {
     /// be new, and stays after the run. Temporary if not given.
     #[arg(long, value_name = "PATH")]
     ledger: Option<PathBuf>,
-    /// Longest synthetic prompt, in tokens.
-    #[arg(long, default_value_t = 8192, conflicts_with = "input", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    max_length: u32,
+    /// Longest synthetic prompt, in tokens [default: 8192]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    max_length: Option<u32>,
     /// The published benchmark's load: 512 samples, 659,071 tokens, 40,503,867,376 bytes.
     #[arg(long, conflicts_with_all = ["samples", "max_length", "hidden", "taps", "input"])]
     paper: bool,
@@ -247,7 +265,8 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     let config = Config::from_settings(&settings)?;
     Flags::<OfPipeline>::tell_idle(&settings);
     let mut options = Options::default();
-    options.samples = args.samples as usize;
+    args.model.tell_idle(args.max_length.is_some());
+    options.samples = args.samples.map(|samples| samples as usize);
     options.servers = args.servers;
     options.arena = ServerConfig::from_settings(&settings)?.arena;
     options.config.clone_from(&args.config);
@@ -261,7 +280,7 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.quantum = args.quantum;
     options.concurrency = args.concurrency;
     options.model = args.model.model()?;
-    options.max_length = args.max_length;
+    options.max_length = args.max_length.unwrap_or(options.max_length);
     options.seed = args.model.seed;
     options.verify = !args.no_verify;
     options.input = args.model.input.clone();
@@ -315,6 +334,7 @@ fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
         Flags::<OfServer>::tell_idle(settings); // who starts it for its own ends knows
     }
     let config = problems.note(settings.and_then(|s| ServerConfig::from_settings(&s)));
+    args.model.tell_idle(false);
     let source = problems.note(match &args.model.input {
         Some(folder) => Folder::open(folder).map(Source::Folder),
         None => args.model.model().map(|model| Source::Synthetic { model, seed: args.model.seed }),

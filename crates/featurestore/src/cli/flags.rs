@@ -123,13 +123,14 @@ pub(super) struct Flags<S> {
 }
 
 impl<S: Selection> Flags<S> {
-    /// The settings in force: flags above `settings`, this command's defaults below. A flag that
-    /// makes no difference here is refused.
+    /// The settings in force: flags above `settings`, this command's defaults below. A flag about
+    /// Mooncake is refused where Mooncake moves nothing: whoever gives it counts on it.
     pub(super) fn over(&self, mut settings: Settings) -> Result<Settings> {
         for (name, value) in &self.given {
             settings.set(name, value)?;
         }
-        let idle = Self::idle(&settings).find(|(_, source, _)| *source == Source::Given);
+        let idle = Self::idle(&settings)
+            .find(|(key, source, _)| *source == Source::Given && key.name.starts_with("mooncake"));
         if let Some((key, source, why)) = idle {
             return Err(Error::new(ErrorKind::ConfigInvalid, "configure", why)
                 .with("setting", key.name)
@@ -139,9 +140,9 @@ impl<S: Selection> Flags<S> {
         S::DEFAULTS.iter().try_fold(settings, |all, (name, value)| all.or_default(name, *value))
     }
 
-    /// Tells of settings in the environment or a file that make no difference here. They may be
-    /// meant for another command, so they are no error; where Mooncake is on this machine is true
-    /// for all commands, so it is not worth a word.
+    /// Tells of settings that make no difference here. They may be meant for another command or
+    /// another transport, so they are no error; where Mooncake is on this machine is true for all
+    /// commands, so it is not worth a word.
     pub(super) fn tell_idle(settings: &Settings) {
         const PLACES: [&str; 3] = ["mooncake_venv", "mooncake_library", "mooncake_preload"];
         for (key, source, why) in Self::idle(settings) {

@@ -40,8 +40,9 @@ use progress::Progress;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// Synthetic samples to move; ignored with `input`.
-    pub samples: usize,
+    /// Samples to move, at most so many of the folder's with `input`. Default: 64 synthetic ones, all of
+    /// a folder.
+    pub samples: Option<usize>,
     /// Capture servers to start.
     pub servers: usize,
     /// Arena of each server.
@@ -99,7 +100,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            samples: 64,
+            samples: None,
             servers: 2,
             arena: ByteSize::mib(2048),
             config: None,

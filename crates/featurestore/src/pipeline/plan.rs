@@ -24,6 +24,9 @@ struct Inner {
     sizes: Vec<Size>,
 }
 
+/// Synthetic samples of a run that does not say how many.
+const SYNTHETIC: usize = 64;
+
 #[derive(Debug)]
 enum Prompts {
     Synthetic { seed: u64 },
@@ -41,12 +44,13 @@ impl Plan {
     pub(super) fn new(options: &Options) -> Result<Self> {
         let run_id = format!("pipeline-{}", options.seed);
         let (prompts, sizes) = match &options.input {
-            Some(path) => from_folder(Folder::open(path)?)?,
+            Some(path) => from_folder(Folder::open(path)?, options.samples)?,
             None => {
                 let lengths = if options.paper {
                     workload::paper_lengths(options.seed)
                 } else {
-                    workload::lengths(options.samples, options.max_length, options.seed)
+                    let samples = options.samples.unwrap_or(SYNTHETIC);
+                    workload::lengths(samples, options.max_length, options.seed)
                 };
                 let size = |&tokens: &u32| synthetic_size(&options.model, u64::from(tokens));
                 let sizes = lengths.iter().map(size).collect::<Result<_>>()?;
@@ -170,8 +174,9 @@ fn roomiest(free: &[u64]) -> usize {
     (0..free.len()).max_by_key(|&server| free[server]).expect("at least one server")
 }
 
-fn from_folder(folder: Folder) -> Result<(Prompts, Vec<Size>)> {
-    let names: Vec<String> = folder.names().map(Into::into).collect();
+fn from_folder(folder: Folder, most: Option<usize>) -> Result<(Prompts, Vec<Size>)> {
+    let names = folder.names().take(most.unwrap_or(usize::MAX));
+    let names: Vec<String> = names.map(Into::into).collect();
     let size = |name: &String| {
         let sample = folder.sample(name)?;
         let arena_bytes = sample.tensors().map(|(_, meta)| room(meta.nbytes())).sum();
@@ -235,7 +240,7 @@ mod tests {
     fn samples_that_fit_only_in_arenas_of_their_own_are_no_deadlock() {
         // Two samples of about 9 of 16 MiB: one an arena, both in a quantum.
         let options = Options {
-            samples: 6,
+            samples: Some(6),
             max_length: 8192,
             model: Model { hidden: 64, taps: vec![1] },
             quantum: 2,

@@ -112,12 +112,12 @@ impl Inner {
                     let owns_padding = samples.iter().all(Wanted::owns_padding);
                     let staged = staged::Staged { engine, staging, owns_padding };
                     let read = |session: &_, ops, options: &_| staged.read(session, ops, options);
-                    return self.read_remote(Ok, read, true, samples, groups, deadline, transfer);
+                    return self.read_remote(read, true, samples, groups, deadline, transfer);
                 }
                 let read = |session: &_, mut ops: Vec<_>, options: &_| {
                     engine.read_ops(session, &mut ops, options).map(|()| ops)
                 };
-                self.read_remote(Ok, read, true, samples, groups, deadline, transfer)
+                self.read_remote(read, true, samples, groups, deadline, transfer)
             }
             #[cfg(feature = "cuda")]
             EngineState::Cuda(engine) => {
@@ -127,12 +127,15 @@ impl Inner {
                     }
                     engine.read_ops(session, ops, options)
                 };
-                self.read_remote(Ok, read, false, samples, groups, deadline, transfer)
+                self.read_remote(read, false, samples, groups, deadline, transfer)
             }
             EngineState::Mooncake(engine) => {
-                let adopt = |region| engine.adopt(region);
+                // Before ranges cut them: only parts of one owner can be put together again.
+                for tensor in samples.iter_mut().flat_map(|sample| &mut sample.tensors) {
+                    tensor.region = tensor.region.take().map(|r| engine.adopt(r)).transpose()?;
+                }
                 let read = |session: &_, ops, options: &_| engine.read_ops(session, ops, options);
-                self.read_remote(adopt, read, false, samples, groups, deadline, transfer)
+                self.read_remote(read, false, samples, groups, deadline, transfer)
             }
         }
     }

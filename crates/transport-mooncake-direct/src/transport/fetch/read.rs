@@ -66,11 +66,9 @@ impl Inner {
     }
 
     /// Reads with an engine that fills destinations from one peer's memory at a time. With `by_host`
-    /// the bytes pass through host memory wherever they go. Destinations pass `adopt` as they are
-    /// handed in, before they are cut into the parts that ranges fill.
+    /// the bytes pass through host memory wherever they go.
     pub(super) fn read_remote(
         &self,
-        adopt: impl Fn(RegionMut) -> Result<RegionMut>,
         read_ops: impl Fn(&SessionName, Vec<ReadOp>, &ReadOptions) -> Result<Vec<ReadOp>, ReadError>,
         by_host: bool,
         samples: &mut [Wanted],
@@ -97,7 +95,7 @@ impl Inner {
                 let mut ops = Vec::with_capacity(batch.len() * 4);
                 for &i in batch {
                     for tensor in &mut samples[i].tensors {
-                        let region = adopt(tensor.region.take().expect("only shm gives views"))?;
+                        let region = tensor.region.take().expect("only shm gives views");
                         add_ops(&mut ops, tensor, region);
                     }
                 }
