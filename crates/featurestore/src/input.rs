@@ -69,9 +69,8 @@ impl Folder {
         for entry in folder.read_dir().map_err(fail)? {
             let path = entry.map_err(fail)?.path();
             if path.extension().is_some_and(|e| e == "safetensors") {
-                let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                SampleId::new(&stem)?;
-                samples.insert(stem, Sample::open(path)?);
+                let name = sample_name(&path)?;
+                samples.insert(name, Sample::open(path)?);
             }
         }
         if samples.is_empty() {
@@ -81,7 +80,8 @@ impl Folder {
         }
         let mut folder_of = Self { samples };
         let manifest = folder.join("manifest.json");
-        if manifest.exists() {
+        // A link that leads nowhere is a manifest that cannot be read, and not none.
+        if manifest.symlink_metadata().is_ok() {
             folder_of.read_manifest(&manifest)?;
         }
         Ok(folder_of)
@@ -99,7 +99,16 @@ impl Folder {
         })?;
         for sample in manifest.samples {
             let stem = sample.file.strip_suffix(".safetensors").unwrap_or(&sample.file);
-            let Some(found) = self.samples.get_mut(stem) else { continue };
+            let Some(found) = self.samples.get_mut(stem) else {
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    "read manifest",
+                    "the folder lacks a file that its manifest lists",
+                )
+                .with("folder", path.parent().unwrap_or(path).display())
+                .with("file", &sample.file)
+                .remedy("add the file, or take it from the manifest; names are without a folder"));
+            };
             for (name, tensor) in sample.tensors {
                 let stored = found.tensors.get_mut(name.as_str()).ok_or_else(|| {
                     Error::new(ErrorKind::Corrupt, "read manifest", "the file lacks a tensor")
@@ -126,6 +135,22 @@ impl Folder {
                 .with("file", format_args!("{name}.safetensors"))
         })
     }
+}
+
+/// What the sample in a file is called. A colon ends the name of a run before it, so it is refused.
+fn sample_name(path: &Path) -> Result<String> {
+    let name = path.file_stem().and_then(|stem| stem.to_str());
+    let refuse = |why: &'static str| {
+        Error::new(ErrorKind::InvalidInput, "open input", why)
+            .with("file", path.display())
+            .remedy("rename the file: its name without the ending is the sample's")
+    };
+    let name = name.ok_or_else(|| refuse("the file's name is not UTF-8"))?;
+    if name.contains(':') {
+        return Err(refuse("the file's name has a colon"));
+    }
+    SampleId::new(name).map_err(|e| e.with("file", path.display()))?;
+    Ok(name.to_owned())
 }
 
 impl Sample {
@@ -286,5 +311,50 @@ mod tests {
             assert!(error.contains("a.safetensors"), "{error}");
         }
         assert!(real().sample("run:missing").is_err());
+    }
+
+    /// A folder with one good sample of each of these names.
+    fn folder_of(names: &[&std::ffi::OsStr]) -> tempfile::TempDir {
+        let real = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+        let folder = tempfile::tempdir().unwrap();
+        for name in names {
+            let to = folder.path().join(name);
+            std::fs::copy(format!("{real}/minilm-0000.safetensors"), to).unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn names_that_could_stand_for_two_samples_are_refused() {
+        use std::os::unix::ffi::OsStrExt;
+        for name in [&b"x:1.safetensors"[..], b"z\xff.safetensors"] {
+            let name = std::ffi::OsStr::from_bytes(name);
+            let folder = folder_of(&["1.safetensors".as_ref(), name]);
+            let error = Folder::open(folder.path()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+            assert!(error.to_string().contains("rename"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_manifest_counts_whole_or_not_at_all() {
+        let folder = folder_of(&["a.safetensors".as_ref()]);
+        let manifest = folder.path().join("manifest.json");
+        let listed = |file: &str| {
+            let tensors = r#"{"input_ids": {"sha256": "00"}}"#;
+            format!(r#"{{"samples": [{{"file": "{file}", "tensors": {tensors}}}]}}"#)
+        };
+        std::fs::write(&manifest, listed("a.safetensors")).unwrap();
+        assert_eq!(Folder::open(folder.path()).unwrap().sample("a").unwrap().sha256().len(), 1);
+        for absent in ["b.safetensors", "./a.safetensors", "data/a.safetensors"] {
+            std::fs::write(&manifest, listed(absent)).unwrap();
+            let error = Folder::open(folder.path()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+            assert_eq!(error.context("file"), Some(absent), "{error}");
+        }
+        std::fs::remove_file(&manifest).unwrap();
+        std::os::unix::fs::symlink("nowhere", &manifest).unwrap();
+        let error = Folder::open(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("manifest.json"), "{error}");
     }
 }

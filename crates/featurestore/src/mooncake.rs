@@ -144,7 +144,26 @@ pub(crate) fn setup(config: &MooncakeConfig, segment: u64) -> Result<StoreSetup>
     setup.protocol.clone_from(&config.protocol);
     setup.devices.clone_from(&config.devices);
     setup.check()?;
+    check_forced(config, |name| std::env::var_os(name).is_some())?;
     Ok(setup)
+}
+
+/// Refuses a variable that makes Mooncake run another transport than the protocol says: it counts
+/// even if it is empty, and Mooncake does not say a word.
+fn check_forced(config: &MooncakeConfig, is_set: impl Fn(&str) -> bool) -> Result<()> {
+    const FORCES_TCP: &str = "MC_FORCE_TCP"; // comes before all others
+    if config.protocol != "rdma" || !is_set(FORCES_TCP) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::ConfigInvalid,
+        "join Mooncake Store",
+        "a variable makes Mooncake run another transport than the one asked for",
+    )
+    .with("setting", "mooncake_protocol")
+    .with("expected", &config.protocol)
+    .with("variable", FORCES_TCP)
+    .remedy("unset the variable, or choose its protocol"))
 }
 
 /// Joins the store: the client, and what serves it and why. Blocks.
@@ -158,14 +177,16 @@ pub(crate) fn join(config: &MooncakeConfig, segment: u64) -> Result<(Arc<dyn Sto
 /// configuration; those that the environment has already are left out.
 ///
 /// - `MC_FORCE_TCP`: without it the protocol that is asked for does not choose the transport;
+/// - `MC_FORCE_HCA`: without it a machine on which no device for rdma is found runs tcp instead;
 /// - `MC_TCP_BIND_ADDRESS`: the address that peers are told, where the host is one. Mooncake's ports
 ///   are open on every address all the same: no setting of 0.3.13 changes that;
 /// - `MC_LOG_LEVEL`: its log on standard error is for failures.
 pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
-    let tcp = config.protocol == "tcp";
+    let runs = |protocol: &str| (config.protocol == protocol).then(|| "1".to_owned());
     let address = config.host.parse::<std::net::IpAddr>().ok();
     [
-        ("MC_FORCE_TCP", tcp.then(|| "1".to_owned())),
+        ("MC_FORCE_TCP", runs("tcp")),
+        ("MC_FORCE_HCA", runs("rdma")),
         ("MC_TCP_BIND_ADDRESS", address.map(|address| address.to_string())),
         ("MC_LOG_LEVEL", Some("ERROR".to_owned())),
     ]
@@ -173,4 +194,25 @@ pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
     .filter(|(name, _)| std::env::var_os(name).is_none())
     .filter_map(|(name, value)| Some((name, value?)))
     .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rdma_never_becomes_tcp_without_a_word() {
+        let settings = crate::Settings::new();
+        let mut config = MooncakeConfig::from_settings(&settings).unwrap();
+        assert!(check_forced(&config, |_| true).is_ok(), "tcp is what is asked for");
+        config.protocol = "rdma".into();
+        assert!(check_forced(&config, |_| false).is_ok());
+        let error = check_forced(&config, |name| name == "MC_FORCE_TCP").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConfigInvalid, "{error}");
+        let set = environment(&config);
+        if std::env::var_os("MC_FORCE_HCA").is_none() {
+            assert!(set.contains(&("MC_FORCE_HCA", "1".into())), "no fall-back: {set:?}");
+        }
+        assert!(set.iter().all(|(name, _)| *name != "MC_FORCE_TCP"), "{set:?}");
+    }
 }

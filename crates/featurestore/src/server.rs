@@ -19,7 +19,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use axum::{
@@ -31,6 +31,7 @@ use axum::{
     routing::{get, post},
 };
 use control_proto::capture::Limits;
+use rustix::process::{Signal, kill_process};
 use serde::Serialize;
 use tokio::{net::TcpListener, sync::Semaphore};
 use transport_core::{Error, Health, Result};
@@ -260,9 +261,15 @@ async fn prometheus(State(state): State<Arc<Shared>>) -> Response {
     }
 }
 
+/// Signals within this time are one.
+const SAME_WISH: Duration = Duration::from_millis(500);
+
 /// Completes on SIGINT, SIGTERM or, with `with_parent`, when standard input ends: the parent
-/// process holds its other end. Signals count from this call on, not only from the first poll. A
-/// second signal ends the process at once.
+/// process holds its other end. Signals count from this call on, not only from the first poll.
+///
+/// Another signal, half a second or more after the first, ends the process at once as SIGKILL
+/// would. One that follows at once is the same wish: `timeout` and terminals tell a process and its
+/// group. The end of standard input is no signal.
 pub fn end_of_life(with_parent: bool) -> Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
     let handled = |kind| signal(kind).map_err(|e| Error::io("handle signal", e));
@@ -282,18 +289,24 @@ pub fn end_of_life(with_parent: bool) -> Result<impl Future<Output = ()> + Send 
     };
     Ok(async move {
         let _kept = kept;
-        tokio::select! {
-            _ = term.recv() => {}
-            _ = int.recv() => {}
-            _ = gone => {}
-        }
+        let mut first = tokio::select! {
+            _ = term.recv() => Some(Instant::now()),
+            _ = int.recv() => Some(Instant::now()),
+            _ = gone => None,
+        };
         tokio::spawn(async move {
-            tokio::select! {
-                _ = term.recv() => {}
-                _ = int.recv() => {}
+            loop {
+                tokio::select! {
+                    _ = term.recv() => {}
+                    _ = int.recv() => {}
+                }
+                if first.get_or_insert_with(Instant::now).elapsed() >= SAME_WISH {
+                    break;
+                }
             }
-            tracing::warn!("a second signal: ending without the requests in flight");
-            std::process::exit(1);
+            tracing::warn!("another signal: ending without the requests in flight");
+            // Not by way of `exit`, which would take C++ libraries down below their own threads.
+            let _ = kill_process(rustix::process::getpid(), Signal::KILL);
         });
     })
 }

@@ -68,6 +68,11 @@ impl Process {
         self.child.stdin.take().expect("piped and not yet taken")
     }
 
+    /// Whether it has not ended yet.
+    pub(crate) fn is_alive(&mut self) -> bool {
+        self.child.try_wait().expect("it can be waited for").is_none()
+    }
+
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal)
             .expect("the child is ours and not yet reaped");

@@ -3,6 +3,8 @@
 use std::{
     collections::HashSet,
     io::{Read, Write},
+    net::TcpStream,
+    os::unix::process::ExitStatusExt,
     process::Stdio,
     time::{Duration, Instant},
 };
@@ -592,17 +594,41 @@ fn it_ends_on_signals_and_with_who_started_it() {
     assert!(ended.status.success(), "{ended:?}");
 }
 
-#[test]
-fn a_second_signal_ends_it_at_once() {
-    let server = server(&["--arena", "64KiB", "--deadline", "10m"]);
+/// A server with a request that waits for room for longer than any test.
+fn waiting(mut command: std::process::Command) -> (Server, TcpStream) {
+    command.args(["--arena", "64KiB", "--deadline", "10m"]).args(MODEL);
+    let server = Server::spawn(command);
     server.generate(&[], &request(&[("a", &[7; 300])]));
-    let _waiting = send(&server, &request(&[("b", &[7; 300])]));
+    let waiting = send(&server, &request(&[("b", &[7; 300])]));
     eventually("it waits for room", || server.health()["samples_in_flight"] == 1);
+    (server, waiting)
+}
+
+#[test]
+fn another_signal_ends_it_at_once_and_one_that_is_sent_twice_does_not() {
+    let (mut server, _waiting) = waiting(featurestore(&["capture-server"]));
     server.process.signal(Signal::INT);
-    std::thread::sleep(Duration::from_millis(300));
+    server.process.signal(Signal::TERM); // as `timeout` does to a process and its group
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(server.process.is_alive(), "both are one wish");
     server.process.signal(Signal::INT);
     let ended = server.process.end(Duration::from_secs(5));
-    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    assert_eq!(ended.status.signal(), Some(Signal::KILL.as_raw()), "{ended:?}");
+}
+
+#[test]
+fn the_end_of_its_parent_is_no_signal() {
+    let mut command = featurestore(&["capture-server", "--exit-with-parent"]);
+    command.stdin(Stdio::piped());
+    let (mut server, _waiting) = waiting(command);
+    drop(server.process.stdin());
+    std::thread::sleep(Duration::from_millis(700));
+    server.process.signal(Signal::TERM);
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(server.process.is_alive(), "it is the first signal");
+    server.process.signal(Signal::TERM);
+    let ended = server.process.end(Duration::from_secs(5));
+    assert_eq!(ended.status.signal(), Some(Signal::KILL.as_raw()), "{ended:?}");
 }
 
 #[test]
