@@ -163,101 +163,156 @@ fn frees() {
 
 /// Samples in one call of [`samples`].
 const CALL: usize = 64;
-/// Samples that every row of [`samples`] moves at least, so that all rest on as many.
-const MOVED: usize = 20_000;
-/// Calls of other samples before each measured round, so that no thread has to be woken for it.
+/// Live samples of its rows.
+const LIVE: [usize; 4] = [CALL, 1000, 10_000, 100_000];
+/// How far the rows may be apart.
+const FLAT: f64 = 0.15;
+/// Fresh sinks and consumers of it. A release is handed on by three threads and back; where they share
+/// a core, that takes half as long as where each wakes another core that sleeps, and they stay where
+/// the scheduler has put them. So each pair measures every row, and no row rests on a few of them.
+const PAIRS: usize = 9;
+/// Samples that each of them moves for a row at least.
+const MOVED: usize = 5_000;
+/// Calls of other samples before each measured pass, so that no thread has to be woken for it.
 const WARM_UP: usize = 4;
 
 /// The cost of one small sample, whatever their number.
 fn samples() {
-    println!("\nsamples of 4 KiB: fetch, then release, both in calls of {CALL}; median");
     println!(
-        "microseconds a sample (quartiles of `both`) over rounds of all live samples, as many"
+        "\nsamples of 4 KiB, microseconds a sample: all live ones are fetched and released, {CALL} in a"
     );
-    println!("rounds as move {MOVED} samples and at least 5. Every page was touched before, and");
     println!(
-        "nothing of it is in a cache; {WARM_UP} calls of other samples come right before each"
+        "call, each fetch followed by its release. The median call of a sink and consumer, of which"
     );
-    println!("round.");
+    println!(
+        "{PAIRS} fresh ones measure all rows in turn, every other one from the last to the first; the"
+    );
+    println!(
+        "medians (and quartiles) over these, and of the means of all calls. Every page was touched"
+    );
+    println!("before, and nothing of it is in a cache; {WARM_UP} other calls come right before.");
     let mut evict = vec![0u8; 64 * MIB];
     for engine in [Engine::Shm, Engine::Tcp] {
-        println!(
-            "{:>10} {:>8} {:>8} {:>10} {:>10} {:>24}",
-            engine.name(),
-            "rounds",
-            "moved",
-            "fetch",
-            "release",
-            "both"
-        );
-        for count in [CALL, 1000, 10_000, 100_000] {
-            let rounds = MOVED.div_ceil(count).max(5);
-            let timed = rounds_of(engine, count, rounds, WARM_UP, &mut evict);
-            print_row(&format!("{count}"), count, rounds, timed);
+        let (mut rows, mut idle) = (LIVE.map(|_| Vec::new()), Vec::new());
+        for number in 0..PAIRS {
+            let pair = Pair::start(engine);
+            let mut order: Vec<_> = (0..LIVE.len()).collect();
+            if number % 2 == 1 {
+                order.reverse();
+            }
+            for row in order {
+                let passes = MOVED.div_ceil(LIVE[row]);
+                rows[row].push(pair.measure(LIVE[row], passes, WARM_UP, &mut evict));
+            }
+            // What a single call costs when every thread sleeps: not comparable with the rows.
+            idle.push(pair.measure(CALL, 20, 0, &mut evict));
         }
-        // What a single call costs when every thread sleeps: not comparable with the rows above.
-        let timed = rounds_of(engine, CALL, 20, 0, &mut evict);
-        print_row("after idle", CALL, 20, timed);
+        let name = engine.name();
+        println!("{name:>10} {:>24} {:>24} {:>24} {:>8}", "fetch", "release", "both", "mean");
+        let medians: Vec<f64> =
+            LIVE.iter().zip(&rows).map(|(live, row)| print_row(&live.to_string(), row)).collect();
+        print_row("after idle", &idle);
+        let least = medians.iter().copied().fold(f64::MAX, f64::min);
+        let apart = medians.iter().copied().fold(0.0, f64::max) / least - 1.0;
+        println!(
+            "{name}, flat within {:.0} %: {}; the rows are {:.0} % apart",
+            FLAT * 100.0,
+            if apart <= FLAT { "met" } else { "NOT met" },
+            apart * 100.0
+        );
     }
 }
 
-fn print_row(label: &str, count: usize, rounds: usize, timed: [Vec<Duration>; 2]) {
-    let both = timed[0].iter().zip(&timed[1]).map(|(a, b)| *a + *b).collect();
-    let [fetching, releasing] = timed.map(Measured::of);
-    let us = |measured: &Measured| measured.median.as_secs_f64() * 1e6;
-    println!(
-        "{label:>10} {rounds:>8} {:>8} {:>10.2} {:>10.2} {:>24}",
-        rounds * count,
-        us(&fetching),
-        us(&releasing),
-        Measured::of(both).precise()
-    );
+/// Prints a row; what a sample costs in it, in microseconds.
+fn print_row(label: &str, row: &[Cost]) -> f64 {
+    let of = |part: fn(&Cost) -> Duration| Measured::of(row.iter().map(part).collect());
+    let (fetch, release, both) = (of(|c| c.fetch), of(|c| c.release), of(|c| c.both));
+    let mean = of(|c| c.mean).median.as_secs_f64() * 1e6;
+    let (fetch, release, shown) = (fetch.precise(), release.precise(), both.precise());
+    println!("{label:>10} {fetch:>24} {release:>24} {shown:>24} {mean:>8.2}");
+    both.median.as_secs_f64() * 1e6
 }
 
-/// Times `rounds` times the fetch and the release of `count` live samples, each a sample.
-///
-/// Without a warm-up each round begins with every thread asleep.
-fn rounds_of(
-    engine: Engine,
-    count: usize,
-    rounds: usize,
-    warm_up: usize,
-    evict: &mut [u8],
-) -> [Vec<Duration>; 2] {
-    let sink = sink((count + warm_up * CALL) * 4608 + MIB);
-    let consumer = consumer(engine, 8 * MIB);
-    consumer.announce(sink.control(), soon()).expect("announce");
-    let fetch_call = |call: &[Arc<Descriptor>]| {
-        let requests =
-            call.iter().map(|s| FetchRequest::new(s.clone(), Destination::Pool)).collect();
-        let fetched = consumer.fetch_blocking(requests, &FetchOptions::default());
-        black_box(fetched.expect("fetch"));
-    };
-    let mut timed = [Vec::with_capacity(rounds), Vec::with_capacity(rounds)];
-    for round in 0..=rounds {
-        let mut live = publish(&sink, count + warm_up * CALL, &[4 * KIB], Some(&consumer));
-        let others = live.split_off(count);
+/// What a sample costs by the median call, and by the mean of all.
+struct Cost {
+    fetch: Duration,
+    release: Duration,
+    both: Duration,
+    mean: Duration,
+}
+
+impl Cost {
+    /// Of a fetch and a release a sample, for each call.
+    fn of(calls: &[[Duration; 2]]) -> Self {
+        let median = |part: fn(&[Duration; 2]) -> Duration| {
+            Measured::of(calls.iter().map(part).collect()).median
+        };
+        let all: Duration = calls.iter().flatten().sum();
+        Self {
+            fetch: median(|call| call[0]),
+            release: median(|call| call[1]),
+            both: median(|call| call[0] + call[1]),
+            mean: all / calls.len() as u32,
+        }
+    }
+}
+
+/// A sink with room for the last row of [`samples`], and who reads from it.
+struct Pair {
+    sink: CaptureSink,
+    consumer: DirectTransport,
+}
+
+impl Pair {
+    fn start(engine: Engine) -> Self {
+        let most = LIVE[LIVE.len() - 1] + WARM_UP * CALL;
+        let (sink, consumer) = (sink(most * 4608 + MIB), consumer(engine, 8 * MIB));
+        consumer.announce(sink.control(), soon()).expect("announce");
+        Self { sink, consumer }
+    }
+
+    /// The calls of `passes`, after a pass that does not count.
+    fn measure(&self, live: usize, passes: usize, warm_up: usize, evict: &mut [u8]) -> Cost {
+        let mut calls = Vec::new();
+        self.pass(live, warm_up, evict, &mut calls);
+        calls.clear();
+        (0..passes).for_each(|_| self.pass(live, warm_up, evict, &mut calls));
+        Cost::of(&calls)
+    }
+
+    /// Publishes `live` samples, then fetches and releases them. Without a warm-up it begins with
+    /// every thread asleep.
+    fn pass(&self, live: usize, warm_up: usize, evict: &mut [u8], calls: &mut Vec<[Duration; 2]>) {
+        let consumer = &self.consumer;
+        let mut samples = publish(&self.sink, live + warm_up * CALL, &[4 * KIB], Some(consumer));
+        let others = samples.split_off(live);
         evict.iter_mut().step_by(64).for_each(|byte| *byte = byte.wrapping_add(1));
         black_box(&mut *evict);
         if warm_up == 0 {
             std::thread::sleep(Duration::from_millis(20));
         }
+        let move_on = |call: &[Arc<Descriptor>]| {
+            let each = call.len() as u32;
+            let start = Instant::now();
+            let requests =
+                call.iter().map(|s| FetchRequest::new(s.clone(), Destination::Pool)).collect();
+            let fetched = consumer.fetch_blocking(requests, &FetchOptions::default());
+            black_box(fetched.expect("fetch"));
+            let fetched = Instant::now();
+            release(consumer, call);
+            [(fetched - start) / each, fetched.elapsed() / each]
+        };
         for call in others.chunks(CALL) {
-            fetch_call(call);
-            release(&consumer, call);
+            move_on(call);
         }
-        let start = Instant::now();
-        live.chunks(CALL).for_each(fetch_call);
-        let fetched = start.elapsed() / count as u32;
-        let start = Instant::now();
-        live.chunks(CALL).for_each(|call| release(&consumer, call));
-        let released = start.elapsed() / count as u32;
-        if round > 0 {
-            timed[0].push(fetched);
-            timed[1].push(released);
+        for call in samples.chunks(CALL) {
+            let cost = move_on(call);
+            // The last one of a row may be shorter, and so dearer a sample.
+            if call.len() == CALL {
+                calls.push(cost);
+            }
         }
     }
-    timed
 }
 
 /// A server thread that answers 24-byte requests with bytes, and nothing else.
