@@ -30,6 +30,8 @@ pub mod config;
 pub mod consumer;
 #[cfg(feature = "cli")]
 pub mod doctor;
+#[cfg(all(test, feature = "lifecycle"))]
+mod flaky;
 #[cfg(feature = "lifecycle")]
 pub mod flow;
 #[cfg(feature = "cli")]

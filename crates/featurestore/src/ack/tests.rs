@@ -1,61 +1,20 @@
 use std::{
     net::TcpListener,
-    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
-use async_trait::async_trait;
 use control_proto::sample_ref::SampleRef;
-use indexmap::IndexMap;
-use transport_core::{
-    Dtype, FeatureName, FetchOptions, FetchRequest, Fetched, Generation, Health, MemoryTransport,
-    Publication, PublishOptions, Ready, RegionSlice, Release, ReleaseReport, SampleKey, StoreId,
-    Tensor, TensorMeta, Transport, TransportInfo,
-};
+use transport_core::{MemoryTransport, PublishOptions, Transport};
 
 use super::*;
 use crate::{
     channel::{RefReader, RefWriter},
+    flaky::{Flaky, sample},
     ledger::{Ledger, LedgerOptions},
     lifecycle::Retention,
     ranks::GroupOptions,
 };
-
-/// A memory transport whose releases fail while it is told to.
-#[derive(Debug)]
-struct Flaky {
-    inner: MemoryTransport,
-    broken: AtomicBool,
-}
-
-#[async_trait]
-impl Transport for Flaky {
-    fn info(&self) -> &TransportInfo {
-        self.inner.info()
-    }
-    async fn publish(
-        &self,
-        batch: Vec<Publication>,
-        options: PublishOptions,
-    ) -> Result<Vec<Descriptor>> {
-        self.inner.publish(batch, options).await
-    }
-    async fn fetch(&self, r: Vec<FetchRequest>, o: FetchOptions) -> Result<Vec<Fetched>> {
-        self.inner.fetch(r, o).await
-    }
-    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
-        if self.broken.load(Ordering::Relaxed) {
-            return Err(Error::new(ErrorKind::PeerGone, "release", "metadata unavailable"));
-        }
-        self.inner.release(releases).await
-    }
-    async fn health(&self) -> Result<Health> {
-        self.inner.health().await
-    }
-    async fn close(&self) -> Result<()> {
-        self.inner.close().await
-    }
-}
 
 /// One run: a publisher, a folder with channel and ledger.
 struct Run {
@@ -75,14 +34,7 @@ impl Run {
     }
 
     fn publish(&mut self, range: std::ops::Range<usize>) -> Vec<SampleRef> {
-        let batch = range.map(|i| {
-            let id = SampleId::new(format!("run:task-{i}")).unwrap();
-            let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
-            let meta = TensorMeta::new(Dtype::Uint8, [1, 4]).unwrap();
-            let tensor = Tensor::new(meta, RegionSlice::copy_of(&[i as u8; 4])).unwrap();
-            let tensors = IndexMap::from([(FeatureName::new("x").unwrap(), tensor)]);
-            Publication::new(key, tensors, Ready::Now)
-        });
+        let batch = range.map(|i| sample(&format!("run:task-{i}"), 1, &[i as u8; 4]));
         let published = self.publisher.publish(batch.collect(), PublishOptions::default());
         let published = self.runtime.block_on(published).unwrap();
         let refs: Vec<_> =
@@ -101,8 +53,7 @@ impl Run {
     }
 
     fn samples(&self) -> (Arc<Flaky>, Arc<Samples>) {
-        let flaky =
-            Arc::new(Flaky { inner: self.publisher.client(), broken: AtomicBool::new(false) });
+        let flaky = Arc::new(Flaky::new(self.publisher.client()));
         (flaky.clone(), Arc::new(Samples::over(flaky, Retention::default())))
     }
 

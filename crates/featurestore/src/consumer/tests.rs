@@ -1,24 +1,15 @@
 use std::time::Instant;
 
-use indexmap::IndexMap;
 use transport_core::{
     Dtype, FeatureName, Generation, MemoryTransport, Publication, PublishOptions, Ready,
     RegionSlice, Release, SampleKey, StoreId, Tensor, TensorMeta, Transport,
 };
 
 use super::*;
-use crate::{layout::Strategy, lifecycle::Retention};
+use crate::{flaky::sample, layout::Strategy, lifecycle::Retention};
 
 async fn published(publisher: &MemoryTransport, count: usize) -> Vec<Arc<Descriptor>> {
-    let sample = |i| {
-        let id = SampleId::new(format!("s-{i}")).unwrap();
-        let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
-        let meta = TensorMeta::new(Dtype::Uint8, [1, 1]).unwrap();
-        let tensor = Tensor::new(meta, RegionSlice::copy_of(&[i as u8])).unwrap();
-        let tensors = IndexMap::from([(FeatureName::new("x").unwrap(), tensor)]);
-        Publication::new(key, tensors, Ready::Now)
-    };
-    let batch = (0..count).map(sample).collect();
+    let batch = (0..count).map(|i| sample(&format!("s-{i}"), 1, &[i as u8])).collect();
     let described = publisher.publish(batch, PublishOptions::default()).await.unwrap();
     described.into_iter().map(Arc::new).collect()
 }

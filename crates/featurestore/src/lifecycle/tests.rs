@@ -1,77 +1,18 @@
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use async_trait::async_trait;
 use indexmap::IndexMap;
-use transport_core::{
-    Dtype, Fetched, Generation, Health, MemoryTransport, Ready, RegionSlice, ReleaseReport,
-    StoreId, Tensor, TensorMeta, TransportInfo,
-};
+use transport_core::{Dtype, MemoryTransport, StoreId, TensorMeta};
 
 use super::*;
+use crate::flaky::{Flaky, key, sample};
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Fails `release`, and never completes `fetch`, while it is told to.
-#[derive(Debug)]
-struct Flaky {
-    inner: MemoryTransport,
-    broken: AtomicBool,
-    stalled: AtomicBool,
-}
-
-#[async_trait]
-impl Transport for Flaky {
-    fn info(&self) -> &TransportInfo {
-        self.inner.info()
-    }
-    async fn publish(
-        &self,
-        batch: Vec<Publication>,
-        options: PublishOptions,
-    ) -> Result<Vec<Descriptor>> {
-        self.inner.publish(batch, options).await
-    }
-    async fn fetch(
-        &self,
-        requests: Vec<FetchRequest>,
-        options: FetchOptions,
-    ) -> Result<Vec<Fetched>> {
-        if self.stalled.load(Ordering::Relaxed) {
-            std::future::pending::<()>().await;
-        }
-        self.inner.fetch(requests, options).await
-    }
-    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
-        if self.broken.load(Ordering::Relaxed) {
-            return Err(Error::new(ErrorKind::PeerGone, "release", "cut off"));
-        }
-        self.inner.release(releases).await
-    }
-    async fn health(&self) -> Result<Health> {
-        self.inner.health().await
-    }
-    async fn close(&self) -> Result<()> {
-        self.inner.close().await
-    }
-}
-
 fn store(retention: Retention) -> (Arc<Flaky>, Samples) {
     let inner = MemoryTransport::builder().arena_bytes(1 << 20).build().unwrap();
-    let flaky =
-        Arc::new(Flaky { inner, broken: AtomicBool::new(false), stalled: AtomicBool::new(false) });
+    let flaky = Arc::new(Flaky::new(inner));
     (flaky.clone(), Samples::over(flaky, retention))
-}
-
-fn key(id: &str, generation: u64) -> SampleKey {
-    let store = StoreId::new("run").unwrap();
-    SampleKey::new(store, SampleId::new(id).unwrap(), Generation(generation))
-}
-
-fn sample(id: &str, generation: u64, bytes: &[u8]) -> Publication {
-    let meta = TensorMeta::new(Dtype::Uint8, [bytes.len() as u64]).unwrap();
-    let tensor = Tensor::new(meta, RegionSlice::copy_of(bytes)).unwrap();
-    let tensors = IndexMap::from([(FeatureName::new("x").unwrap(), tensor)]);
-    Publication::new(key(id, generation), tensors, Ready::Now)
 }
 
 fn id(id: &str) -> SampleId {

@@ -83,8 +83,8 @@ pub struct CopyLane {
     policy: CopyPolicy,
     gathers: Stream,
     copies: Stream,
-    host: Pinned,        // signal and head, then the list
-    device: DeviceBlock, // counter, then the list
+    host: Pinned,  // signal and head, then the list
+    device: Lists, // counter, then the list
     ticket: u32,
     signalled: bool, // the last launch of the batch writes the ticket
     is_gathering: bool,
@@ -96,7 +96,7 @@ impl CopyLane {
     pub fn new(kernel: &GatherKernel, policy: CopyPolicy) -> Result<Self> {
         let device = kernel.device();
         let gathers = device.stream()?;
-        let block = DeviceBlock::new(device, (FRONT + LIST_BYTES) as u64)?;
+        let block = Lists::new(device, (FRONT + LIST_BYTES) as u64)?;
         // SAFETY: just allocated, and nothing else uses it.
         unsafe { gathers.fill(block.at, 0, FRONT as u64) }?;
         gathers.synchronize()?;
@@ -356,14 +356,14 @@ impl fmt::Debug for CopyLane {
     }
 }
 
-/// Memory of the device, given back when dropped.
-struct DeviceBlock {
+/// Memory of the device for the counter and the lists of pieces, given back when dropped.
+struct Lists {
     device: Device,
     at: DevicePtr,
     is_forgotten: bool,
 }
 
-impl DeviceBlock {
+impl Lists {
     fn new(device: &Device, len: u64) -> Result<Self> {
         let _bound = device.bind()?;
         let at = device.api().alloc(len).during("allocate lists on the device")?;
@@ -375,7 +375,7 @@ impl DeviceBlock {
     }
 }
 
-impl Drop for DeviceBlock {
+impl Drop for Lists {
     fn drop(&mut self) {
         if !self.is_forgotten
             && let Ok(_bound) = self.device.bind()
