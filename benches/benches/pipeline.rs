@@ -94,8 +94,7 @@ impl Jobs {
 }
 
 fn number(report: &Value, field: &str) -> f64 {
-    let found = report.pointer(field).and_then(Value::as_f64);
-    found.unwrap_or_else(|| panic!("{field} in {report}"))
+    featurestore_benches::number(report, field).unwrap_or_else(|why| panic!("{why}"))
 }
 
 fn median(mut figures: Vec<f64>) -> f64 {

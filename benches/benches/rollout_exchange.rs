@@ -21,6 +21,7 @@ use std::{
     time::Instant,
 };
 
+use featurestore_benches::number;
 use mooncake_sys::master::{ManagedMaster, MasterOptions};
 use serde_json::Value;
 
@@ -29,10 +30,8 @@ const PEAK_TARGET: f64 = 64.0;
 
 fn main() {
     let testing = std::env::args().any(|arg| arg == "--test");
-    let number = |name: &str, default: u64| {
-        std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-    };
-    let mib = number("ROLLOUT_EXCHANGE_MIB", if testing { 4 } else { 128 });
+    let mib = std::env::var("ROLLOUT_EXCHANGE_MIB").ok().and_then(|text| text.parse().ok());
+    let mib = mib.unwrap_or(if testing { 4 } else { 128 });
     let (reps, warmup) = if testing { (1, 1) } else { (7, 2) };
     let run = Run { binary: binary(), venv: venv(), mib, reps, warmup };
     if !run.binary.exists() {
@@ -49,7 +48,9 @@ fn main() {
     if !testing && wants("store") {
         run.store();
     }
-    if !testing && wants("peaks") {
+    if testing {
+        run.peak(mib).expect("shm works everywhere");
+    } else if wants("peaks") {
         run.peaks();
     }
 }
@@ -162,12 +163,9 @@ impl Run {
         Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
     }
 
-    fn times(lines: &[Value]) -> Times {
-        let of = |step: &str| {
-            let line = lines.iter().find(|line| line["step"] == step);
-            line.and_then(|line| line["median_ms"].as_f64()).unwrap_or(f64::NAN)
-        };
-        Times { put: of("put"), get: of("get"), both: of("put+get") }
+    fn times(lines: &[Value]) -> Result<Times, String> {
+        let of = |step: &str| number(step_of(lines, step)?, "/median_ms");
+        Ok(Times { put: of("put")?, get: of("get")?, both: of("put+get")? })
     }
 
     /// One of the Python scripts.
@@ -193,25 +191,35 @@ impl Run {
             return Err(errors.lines().last().unwrap_or("it printed nothing").to_owned());
         };
         let answer: Value = serde_json::from_str(answer).map_err(|e| e.to_string())?;
-        let list = |name: &str| -> Vec<f64> {
-            let list = answer[name].as_array().into_iter().flatten();
-            list.filter_map(Value::as_f64).map(|seconds| seconds * 1e3).collect()
+        let list = |name: &str| -> Result<Vec<f64>, String> {
+            let seconds: Vec<f64> = serde_json::from_value(answer[name].clone())
+                .map_err(|e| format!("no times of {name}: {e}"))?;
+            match seconds.len() == self.reps {
+                true => Ok(seconds.into_iter().map(|seconds| seconds * 1e3).collect()),
+                false => Err(format!("{} times of {name}, not {}", seconds.len(), self.reps)),
+            }
         };
-        let (puts, gets) = (list("put"), list("get"));
+        let (puts, gets) = (list("put")?, list("get")?);
         let both: Vec<f64> = puts.iter().zip(&gets).map(|(a, b)| a + b).collect();
         Ok(Times { put: median(puts), get: median(gets), both: median(both) })
     }
 
     fn shared_memory(&self, testing: bool) {
         head(&format!("{} MiB text, one host", self.mib));
-        let lines = self.ours(self.mib, &["--transport", "shm"]).expect("shm works everywhere");
-        let ours = Self::times(&lines);
-        ours.print("featurestore, shm, with checksums");
-        let counters = lines.last().expect("the last line counts");
-        let moved = |name: &str| counters["reader"][name].as_u64().unwrap_or(u64::MAX);
-        let copied = counters["extra_copied_bytes"].as_u64().unwrap_or(u64::MAX);
-        let extra = copied + moved("fetched_bytes") + moved("copied_bytes");
-        line("copies of payload beside the one on put, bytes", extra.to_string(), "0", extra == 0);
+        let shm = || self.ours(self.mib, &["--transport", "shm"]);
+        let lines = shm().expect("shm works everywhere");
+        Self::times(&lines).expect("medians").print("featurestore, shm, with checksums");
+        let extra: f64 = {
+            let counters = step_of(&lines, "counters").expect("counters");
+            let names = ["/extra_copied_bytes", "/reader/fetched_bytes", "/reader/copied_bytes"];
+            names.map(|name| number(counters, name).expect("a counter")).iter().sum()
+        };
+        line(
+            "copies of payload beside the one on put, bytes",
+            extra.to_string(),
+            "0",
+            extra == 0.0,
+        );
         if testing {
             return;
         }
@@ -220,8 +228,7 @@ impl Run {
             ("torch", "Ray, torch rows", 25.0),
             ("torch-zero-copy", "Ray, torch rows, zero-copy setting", 5.0),
         ] {
-            let shm = || self.ours(self.mib, &["--transport", "shm"]).map(|l| Self::times(&l));
-            match Duel::run(shm, || self.theirs("ray_objects.py", &[kind])) {
+            match Duel::run(|| Self::times(&shm()?), || self.theirs("ray_objects.py", &[kind])) {
                 Ok(duel) => {
                     duel.print(what);
                     duel.judge(&format!("  faster than {what}"), |t| t.both, target);
@@ -254,7 +261,7 @@ impl Run {
             "--memory",
             &memory,
         ];
-        let ours = || self.ours(self.mib, &flags).map(|lines| Self::times(&lines));
+        let ours = || Self::times(&self.ours(self.mib, &flags)?);
         for (kind, what, put, get) in [
             ("torch", "Mooncake's Python objects, torch rows", 8.0, 1.25),
             ("numpy", "Mooncake's Python objects, numpy rows", 1.3, 1.0),
@@ -273,46 +280,45 @@ impl Run {
     fn peaks(&self) {
         println!();
         for gib in [1, 4] {
-            let run = Self {
-                reps: 1,
-                warmup: 0,
-                venv: self.venv.clone(),
-                binary: self.binary.clone(),
-                mib: self.mib,
-            };
             let start = Instant::now();
-            let memory = format!("{}MiB", gib * 1024 + 64);
-            let lines = run.ours(gib << 10, &["--transport", "shm", "--memory", &memory]);
-            let lines = match lines {
-                Ok(lines) => lines,
-                Err(why) => {
-                    println!("peak memory at {gib} GiB: not measured: {why}");
-                    continue;
-                }
-            };
-            let counters = lines.last().expect("the last line counts");
-            let bytes = counters["gathered_bytes_a_put"].as_f64().unwrap_or(f64::NAN);
-            let above = |name: &str, base: f64| {
-                (counters[name].as_f64().unwrap_or(f64::NAN) - base - bytes) / f64::from(1 << 20)
-            };
-            let base = counters["reader_base_bytes"].as_f64().unwrap_or(0.0);
-            for (side, found) in [
-                ("producer", above("producer_peak_above_input_bytes", 0.0)),
-                ("reader", above("reader_peak_bytes", base)),
-            ] {
-                line(
-                    &format!("peak memory at {gib} GiB beside the payload, {side}"),
-                    format!("{found:.0} MiB"),
-                    &format!("<= {PEAK_TARGET:.0} MiB"),
-                    found <= PEAK_TARGET,
-                );
+            match self.peak(gib << 10) {
+                Ok(()) => println!("  ({:.0} s)", start.elapsed().as_secs_f64()),
+                Err(why) => println!("peak memory at {gib} GiB: not measured: {why}"),
             }
-            println!("  ({:.0} s)", start.elapsed().as_secs_f64());
         }
+    }
+
+    /// Memory that one put and one get take.
+    fn peak(&self, mib: u64) -> Result<(), String> {
+        let run =
+            Self { reps: 1, warmup: 0, venv: self.venv.clone(), binary: self.binary.clone(), mib };
+        let memory = format!("{}MiB", mib + 64);
+        let lines = run.ours(mib, &["--transport", "shm", "--memory", &memory])?;
+        let counters = step_of(&lines, "counters")?;
+        let payload = number(counters, "/gathered_bytes_a_put")?;
+        for (side, name) in [
+            ("producer", "/producer_peak_above_input_bytes"),
+            ("reader", "/reader_peak_above_start_bytes"),
+        ] {
+            let found = (number(counters, name)? - payload) / f64::from(1 << 20);
+            line(
+                &format!("peak memory at {mib} MiB beside the payload, {side}"),
+                format!("{found:.0} MiB"),
+                &format!("<= {PEAK_TARGET:.0} MiB"),
+                found <= PEAK_TARGET,
+            );
+        }
+        Ok(())
     }
 }
 
+/// The line of one step, among those of our own bench.
+fn step_of<'l>(lines: &'l [Value], step: &str) -> Result<&'l Value, String> {
+    lines.iter().find(|line| line["step"] == step).ok_or_else(|| format!("no line of {step}"))
+}
+
+/// The middle one of at least one.
 fn median(mut list: Vec<f64>) -> f64 {
     list.sort_unstable_by(f64::total_cmp);
-    list.get(list.len() / 2).copied().unwrap_or(f64::NAN)
+    list[list.len() / 2]
 }

@@ -233,6 +233,16 @@ fn the_bench_compares_what_it_moves() {
         let moved = if transport == "shm" { 0.0 } else { 1.0 };
         assert_eq!(counters["moved_a_get"], moved);
         assert_eq!(counters["within_peak_limit"], true, "{counters}");
+        // What the benches read by name.
+        for name in [
+            "/gathered_bytes_a_put",
+            "/producer_peak_above_input_bytes",
+            "/reader_peak_above_start_bytes",
+            "/reader/fetched_bytes",
+            "/reader/copied_bytes",
+        ] {
+            assert!(counters.pointer(name).and_then(Value::as_u64).is_some(), "{name}: {counters}");
+        }
     }
 }
 

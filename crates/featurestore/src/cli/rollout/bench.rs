@@ -96,10 +96,12 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
             data_bytes = handle.data_bytes();
             let is_last = round + 1 == args.warmup + args.reps;
             let answer = reader.ask(&handle, is_last)?;
-            let micros =
-                |name: &str| answer[name].as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
-            let get = micros("get_ms").ok_or_else(|| unexpected("the reader gave no time"))?;
-            let consume = micros("consume_ms").unwrap_or_default();
+            let time = |name: &str| -> Result<Duration> {
+                let millis = answer[name].as_f64().filter(|ms| *ms >= 0.0);
+                let millis = millis.ok_or_else(|| missing(name))?;
+                Ok(Duration::from_secs_f64(millis / 1e3))
+            };
+            let (get, consume) = (time("get_ms")?, time("consume_ms")?);
             rollouts.cleanup([&handle]).await?;
             if round >= args.warmup {
                 for (times, time) in times.iter_mut().zip([put, get, consume]) {
@@ -125,13 +127,17 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
     outcome.map(|()| ExitCode::SUCCESS)
 }
 
+fn missing(name: &str) -> transport_core::Error {
+    unexpected("the reader's answer lacks a figure").with("missing", name)
+}
+
 fn report(
     args: &BenchArgs,
     input: &featurestore::rollout::Input,
     payload: u64,
     [puts, gets, consumes]: [Vec<Duration>; 3],
     endpoint: &Endpoint,
-    (base, data_bytes, reader): (u64, u64, &Value),
+    (base, data_bytes, reader): (Option<u64>, u64, &Value),
 ) -> Result<Value> {
     let stats = endpoint.rollouts().stats();
     let info = endpoint.rollouts().info();
@@ -158,25 +164,30 @@ fn report(
     }
     let rounds = (args.reps + args.warmup) as u64;
     let encoded = rounds * data_bytes;
-    let of_reader = |name: &str| reader["stats"][name].as_u64().unwrap_or(0);
+    let count = |name: &str| {
+        let pointer = format!("/{name}");
+        reader.pointer(&pointer).and_then(Value::as_u64).ok_or_else(|| missing(name))
+    };
+    let (copied, fetched) = (count("stats/copied_bytes")?, count("stats/fetched_bytes")?);
     let limit = payload + MEMORY_BESIDE;
-    let producer_peak = peak().saturating_sub(base);
-    let reader_base = reader["base_bytes"].as_u64().unwrap_or(0);
-    let reader_peak = reader["peak_bytes"].as_u64().unwrap_or(0).saturating_sub(reader_base);
+    let producer_peak = peak_above(base);
+    let reader_peak = reader.get("peak_above_start_bytes").ok_or_else(|| missing("its peak"))?;
+    let reader_peak = reader_peak.as_u64();
+    let is_within = |peak: Option<u64>| peak.is_some_and(|peak| peak <= limit);
     let counters = json!({
         "bench": "featurestore rollout",
         "step": "counters",
         "gathered_bytes_a_put": stats.gathered_bytes / rounds,
-        "extra_copied_bytes": stats.copied_bytes + of_reader("copied_bytes"),
+        "extra_copied_bytes": stats.copied_bytes + copied,
         // Times that the encoded data was copied by this library, on each side.
         "copies_a_put": (stats.gathered_bytes + stats.copied_bytes) as f64 / encoded as f64,
-        "copies_a_get": of_reader("copied_bytes") as f64 / encoded as f64,
-        "moved_a_get": of_reader("fetched_bytes") as f64 / encoded as f64,
+        "copies_a_get": copied as f64 / encoded as f64,
+        "moved_a_get": fetched as f64 / encoded as f64,
         "reader": reader["stats"],
         "producer_peak_above_input_bytes": producer_peak,
         "reader_peak_above_start_bytes": reader_peak,
         "peak_limit_bytes": limit,
-        "within_peak_limit": producer_peak <= limit && reader_peak <= limit,
+        "within_peak_limit": is_within(producer_peak) && is_within(reader_peak),
     });
     if args.json {
         times.iter().chain([&counters]).try_for_each(say)?;
@@ -202,7 +213,10 @@ fn report(
         ))?;
     }
     let times_of = |name: &str| counters[name].as_f64().unwrap_or(f64::NAN);
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let mib = |bytes: Option<u64>| match bytes {
+        Some(bytes) => format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
+        None => "(not measured)".into(),
+    };
     say(format_args!(
         "copies of the data: {:.3} a put (one is the gather), {:.3} a get; moved {:.3} times a get",
         times_of("copies_a_put"),
@@ -210,12 +224,12 @@ fn report(
         times_of("moved_a_get"),
     ))?;
     say(format_args!(
-        "peak memory: producer {:.1} MiB above its input, reader {:.1} MiB above its start; limit \
-         {:.1} MiB (payload and 64 MiB): {}",
+        "peak memory: producer {} above its input, reader {} above its start; limit {} (payload \
+         and 64 MiB): {}",
         mib(producer_peak),
         mib(reader_peak),
-        mib(limit),
-        if counters["within_peak_limit"] == true { "within" } else { "EXCEEDED" },
+        mib(Some(limit)),
+        if counters["within_peak_limit"] == true { "within" } else { "NOT within" },
     ))?;
     say(&counters)?;
     Ok(counters)
@@ -335,8 +349,8 @@ pub(super) fn reader(args: &ReaderArgs) -> Result<ExitCode> {
                     "consume_ms": millis(consumed),
                     "sums": sums,
                     "stats": endpoint.rollouts().stats(),
-                    "base_bytes": base,
-                    "peak_bytes": peak().saturating_sub(flat.len() as u64),
+                    "peak_above_start_bytes":
+                        peak_above(base).map(|peak| peak.saturating_sub(flat.len() as u64)),
                 })
             ))?;
         }
@@ -374,22 +388,22 @@ fn consume(columns: &[Column<'static>], flat: &mut Vec<u8>) -> Duration {
     start.elapsed()
 }
 
-/// Bytes of memory that this process uses now, from where on the peak counts; 0 where the system
-/// does not say.
-fn begin_peak() -> u64 {
+/// Bytes of memory that this process uses now, from where on the peak counts; `None` where the
+/// system does not say.
+fn begin_peak() -> Option<u64> {
     // Where this is not allowed the peak counts from the start of the process.
     let _ = std::fs::write("/proc/self/clear_refs", "5");
     status("VmRSS:")
 }
 
-/// Most bytes of memory that this process has used since.
-fn peak() -> u64 {
-    status("VmHWM:")
+/// Most bytes of memory that this process has used since, beside `base`.
+fn peak_above(base: Option<u64>) -> Option<u64> {
+    Some(status("VmHWM:")?.saturating_sub(base?))
 }
 
-fn status(name: &str) -> u64 {
-    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix(name));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.unwrap_or(0) << 10
+fn status(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
+    Some(kib << 10)
 }
