@@ -28,7 +28,7 @@ pub use bytesize::ByteSize;
 pub use descriptor::{ArenaLocation, Descriptor, FeatureDescriptor, Location, TokenLocation};
 pub use dtype::{Dtype, TensorMeta};
 pub use error::{Error, ErrorKind, ErrorStatus, Result};
-pub use memory::{RegionKind, RegionMut, RegionSlice, copy_streaming};
+pub use memory::{RegionKind, RegionMut, RegionSlice, gather, gather_xxh3};
 pub use memory_transport::MemoryTransport;
 pub use names::{
     ArenaOffset, ClientId, Epoch, FeatureName, Generation, MAX_KEY_BYTES, MapMark, ObjectKey,

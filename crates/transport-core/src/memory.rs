@@ -9,7 +9,7 @@
 #![allow(unsafe_code)]
 
 pub mod dlpack;
-mod streaming;
+mod gather;
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -26,7 +26,7 @@ use std::{
 
 use crate::{Error, ErrorKind, ReadyEvent, Result};
 
-pub use streaming::copy_streaming;
+pub use gather::{gather, gather_xxh3};
 
 /// Where bytes live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,9 +1,9 @@
 //! The one copy: rows into the data, on several threads, with checksums while the bytes are still
 //! in the cache.
 
-use std::{hash::Hasher, ops::Range, sync::Mutex};
+use std::{ops::Range, sync::Mutex};
 
-use transport_core::{Error, Result, copy_streaming};
+use transport_core::{Error, Result, gather, gather_xxh3};
 use twox_hash::XxHash3_64;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -100,12 +100,9 @@ pub(super) fn part(
             let Some(unit) = next else { return Ok(sums) };
             unit.padding.fill(0);
             let segment = &segments[unit.segment];
-            let mut hasher = checksums.then(XxHash3_64::new);
-            fill(segment, unit.start, unit.dest, hasher.as_mut())
-                .map_err(|e| (segment.field, e))?;
-            if let Some(hasher) = hasher {
-                sums.push((unit.segment, unit.start, hasher.finish()));
-            }
+            let sum =
+                fill(segment, unit.start, unit.dest, checksums).map_err(|e| (segment.field, e))?;
+            sums.extend(sum.map(|sum| (unit.segment, unit.start, sum)));
         }
     };
     let helpers = threads.clamp(1, count.max(1)) - 1;
@@ -136,53 +133,42 @@ pub(super) fn join(segments: &[Planned<'_>], mut sums: Vec<BlockSum>) -> Option<
     sums.next().is_none().then_some(whole)
 }
 
-/// Fills `dest` with the bytes of `segment` from `start` on, and hashes them.
-fn fill(
-    segment: &Planned<'_>,
-    start: u64,
-    dest: &mut [u8],
-    mut hasher: Option<&mut XxHash3_64>,
-) -> Result<()> {
+/// Fills `dest`, which is one block, with the bytes of `segment` from `start` on; returns its
+/// checksum if asked to.
+fn fill(segment: &Planned<'_>, start: u64, dest: &mut [u8], checksum: bool) -> Result<Option<u64>> {
     let first = segment.sources.partition_point(|(at, _)| *at <= start).saturating_sub(1);
-    let mut at = start;
-    let mut dest = dest;
-    for (source_at, source) in &segment.sources[first.min(segment.sources.len())..] {
-        if dest.is_empty() {
+    let sources = segment.sources.get(first..).unwrap_or_default();
+    // Blocks are a multiple of every element size: elements are never cut.
+    let skip = sources.first().map_or(0, |(at, _)| start - at);
+    let skip = match segment.convert {
+        None => skip,
+        Some((wide, wire)) => skip / wire.size() * wide.size(),
+    };
+    let sources = sources.iter().enumerate().map(|(i, (_, source))| {
+        let source: &[u8] = source;
+        if i == 0 { &source[skip as usize..] } else { source }
+    });
+    let Some((wide, wire)) = segment.convert else {
+        return Ok(match checksum {
+            true => Some(gather_xxh3(dest, sources)),
+            false => {
+                gather(dest, sources);
+                None
+            }
+        });
+    };
+    let mut rest = &mut *dest;
+    for source in sources {
+        if rest.is_empty() {
             break;
         }
-        let skip = at - source_at;
-        let bytes: &[u8] = source;
-        let taken = match segment.convert {
-            None => {
-                let from = &bytes[skip as usize..];
-                let len = from.len().min(dest.len());
-                match hasher.as_deref_mut() {
-                    None => dest[..len].copy_from_slice(&from[..len]),
-                    Some(hasher) => copy_streaming(&mut dest[..len], &from[..len], |piece| {
-                        hasher.write(piece);
-                    }),
-                }
-                len
-            }
-            Some((wide, wire)) => {
-                // Blocks are a multiple of every element size: elements are never cut.
-                let from = &bytes[(skip / wire.size() * wide.size()) as usize..];
-                let elements =
-                    (from.len() as u64 / wide.size()).min(dest.len() as u64 / wire.size());
-                let len = (elements * wire.size()) as usize;
-                let from = &from[..(elements * wide.size()) as usize];
-                narrow::elements(wide, from, wire, &mut dest[..len])?;
-                if let Some(hasher) = hasher.as_deref_mut() {
-                    hasher.write(&dest[..len]);
-                }
-                len
-            }
-        };
-        dest = &mut dest[taken..];
-        at += taken as u64;
+        let elements = (source.len() as u64 / wide.size()).min(rest.len() as u64 / wire.size());
+        let (to, later) = rest.split_at_mut((elements * wire.size()) as usize);
+        narrow::elements(wide, &source[..(elements * wide.size()) as usize], wire, to)?;
+        rest = later;
     }
-    debug_assert!(dest.is_empty(), "sources are as long as their segment");
-    Ok(())
+    debug_assert!(rest.is_empty(), "sources are as long as their segment");
+    Ok(checksum.then(|| XxHash3_64::oneshot(dest)))
 }
 
 /// The checksum of a segment, from its sources.
