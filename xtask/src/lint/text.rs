@@ -30,6 +30,7 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/capture-arena/tests/arena/processes.rs", "views what its publisher never frees"),
     ("crates/mooncake-sys", "calls C libraries, in its tests too"),
     ("crates/transport-core/examples/dlpack_export.rs", "hands tensors to Python as C structs"),
+    ("crates/rollout-codec/examples/dlpack_rollout.rs", "is loaded by Python as a C library is"),
     ("crates/transport-mooncake-store/tests/fake", "is called as a C library is"),
     ("crates/transport-mooncake-store/tests/lent", "passes such calls on"),
     ("crates/transport-mooncake-store/tests/reference.rs", "passes such calls on"),

@@ -26,9 +26,11 @@
 //! [`Plan`] says how long everything will be and where every byte goes, without touching data;
 //! [`Plan::encode_into`] gathers it once, in parallel. [`RolloutView`] reads it without a copy,
 //! whole or by field, and [`read_plan`] finds what to fetch for some rows, or parts of rows, only.
+//! Frameworks take rows and fields by DLPack ([`RaggedView::row_dlpack`], [`RolloutView::dlpack`]).
 
 #[cfg(feature = "arrow")]
 mod arrow;
+mod dlpack;
 mod gather;
 mod header;
 mod index;

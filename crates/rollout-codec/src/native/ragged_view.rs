@@ -142,7 +142,7 @@ impl RaggedView {
     }
 
     /// Row `i` as a tensor over the same memory, which outlives this view; `None` for a null row or
-    /// one that does not exist. A tensor is what transport-core exports to frameworks by DLPack.
+    /// one that does not exist. [`Self::row_dlpack`] gives it to a framework.
     pub fn row_tensor(&self, i: usize) -> Option<Tensor> {
         let meta = TensorMeta::new(self.dtype, self.shape(i)?).ok()?;
         Tensor::new(meta, self.row_region(i)?).ok()

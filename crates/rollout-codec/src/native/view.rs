@@ -120,17 +120,28 @@ impl RolloutView {
         }
     }
 
-    /// The one array of a dense field, over the same memory unless it was narrowed.
+    /// The one array of a dense field, or the numbers of a scalar field without nulls: over the same
+    /// memory unless it was narrowed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] for other fields, [`ErrorKind::NotFound`] if there is none of this
+    /// name or its data is not at hand.
     pub fn dense(&self, name: &str) -> Result<Tensor> {
-        match &self.header.field(name)?.what {
-            What::Dense { dtype, wire, shape, data, .. } => {
-                let data = self.widened(data, *dtype, *wire)?;
-                Tensor::new(TensorMeta::new(*dtype, shape.as_slice())?, data)
-            }
-            _ => Err(Error::new(ErrorKind::InvalidInput, OPERATION, "the field is not one array")
+        let rows = [self.header.rows()];
+        let (dtype, wire, shape, data) = match &self.header.field(name)?.what {
+            What::Dense { dtype, wire, shape, data, .. } => (dtype, wire, shape.as_slice(), data),
+            What::Scalars { dtype, wire, data, nulls: None } => (dtype, wire, &rows[..], data),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    OPERATION,
+                    "the field is not one array",
+                )
                 .with("field", name)
-                .remedy("use column, which takes every kind")),
-        }
+                .remedy("use column, which takes every kind"));
+            }
+        };
+        Tensor::new(TensorMeta::new(*dtype, shape)?, self.widened(data, *dtype, *wire)?)
     }
 
     /// One field, of any kind but meta, as a column that shares the data's memory.

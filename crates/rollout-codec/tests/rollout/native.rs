@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use rollout_codec::{
-    Column, Library, Ragged, Rollout, RowKind, Template, Value,
+    Column, Library, Ragged, Rollout, RowKind, Scalars, Template, Value,
     native::{Dedup, Header, Options, Plan, ReadLimits, ReadRequest, RolloutView, read_plan},
     payload::{Payload, Profile},
 };
@@ -204,6 +204,58 @@ fn rows_and_arrays_are_tensors_over_the_same_memory() {
     drop((view, experts));
     assert!(range.contains(&row.data.address()) && range.contains(&sums.data.address()));
     assert!(row.data.as_ref() == &*payload.fields()[3].rows[0], "still readable");
+}
+
+#[test]
+fn rows_join_to_one_array_where_they_are_one() {
+    let row = [1i64, 2, 3].map(i64::to_le_bytes).concat();
+    let flat = || {
+        let mut rows = Ragged::new(Dtype::Int64, RowKind::Torch, Template::flat()).unwrap();
+        rows.push(row[..8].to_vec()).unwrap();
+        rows.push_null();
+        rows.push(row.clone()).unwrap();
+        rows.push(row.clone()).unwrap();
+        Column::Ragged(rows)
+    };
+    let flat_of = |column: Column<'_>, options: Options| {
+        let mut rollout = Rollout::default();
+        rollout.non_tensor.insert("rows".into(), column);
+        let (header, data) = encode(&rollout, &options, 1);
+        view(&header, data).ragged("rows").unwrap().flat()
+    };
+    for options in [Options::default(), Options::default().narrow("rows", Dtype::Int8)] {
+        let (values, offsets) = flat_of(flat(), options).unwrap();
+        assert_eq!((values.meta.dtype(), values.meta.shape()), (Dtype::Int64, &[7][..]));
+        assert_eq!(values.data.as_ref(), [&row[..8], &row, &row].concat());
+        assert_eq!((offsets.meta.dtype(), offsets.meta.shape()), (Dtype::Int64, &[5][..]));
+        assert_eq!(offsets.data.as_ref(), [0i64, 1, 1, 4, 7].map(i64::to_le_bytes).concat());
+    }
+    let shared = Options::default().dedup(Dedup::SameBytes);
+    assert!(flat_of(flat(), shared).is_none(), "rows that share bytes are no one array");
+    let before = Template { before: [2].into(), after: [].into() };
+    let mut rows = Ragged::new(Dtype::Int64, RowKind::Torch, before).unwrap();
+    rows.push_shaped(&[2, 1], row[..16].to_vec()).unwrap();
+    assert!(flat_of(Column::Ragged(rows), Options::default()).is_none(), "ragged further in");
+    let mut rows = Ragged::irregular(Dtype::Int64, RowKind::Torch);
+    rows.push_shaped(&[1, 3], row.clone()).unwrap();
+    rows.push_shaped(&[1], row[..8].to_vec()).unwrap();
+    assert!(flat_of(Column::Ragged(rows), Options::default()).is_none(), "shapes of their own");
+}
+
+#[test]
+fn numbers_without_nulls_are_an_array_too() {
+    let numbers = [1.5f64, -0.0].map(f64::to_le_bytes).concat();
+    let mut rollout = Rollout::default();
+    let full = Scalars::new(Dtype::Float64, numbers.clone()).unwrap();
+    let nulls = Scalars::with_nulls(Dtype::Float64, numbers.clone(), vec![false, true]).unwrap();
+    rollout.non_tensor.insert("full".into(), Column::Scalars(full));
+    rollout.non_tensor.insert("nulls".into(), Column::Scalars(nulls));
+    let (header, data) = encode(&rollout, &Options::default(), 1);
+    let view = view(&header, data);
+    let tensor = view.dense("full").unwrap();
+    assert_eq!((tensor.meta.shape(), tensor.data.as_ref()), (&[2][..], &numbers[..]));
+    let error = view.dlpack("nulls").unwrap_err();
+    assert_eq!((error.kind(), error.context("field")), (ErrorKind::InvalidInput, Some("nulls")));
 }
 
 /// F44: raw bits of every element type; F47: no bytes, no rows.
