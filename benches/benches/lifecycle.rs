@@ -7,7 +7,7 @@ use std::{
     fs::File,
     io::{BufRead, BufReader, Write},
     net::TcpListener,
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -65,36 +65,72 @@ fn figure(name: &str, found: Duration, most: Duration) {
 /// A ledger, and how long its steps have taken.
 struct Steps {
     name: &'static str,
-    ledger: Ledger,
+    path: PathBuf,
+    ledger: Option<Ledger>, // closed while it is opened again
     id: fn(u64) -> SampleId,
     next: u64,
     step: u64,
     times: Vec<Duration>,
+    commits: Vec<Duration>,
+}
+
+fn open(path: &Path) -> Ledger {
+    Ledger::open(path, "bench", LedgerOptions::default()).expect("a ledger")
+}
+
+/// Bytes of memory of this process.
+fn resident() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages = statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
+    pages.expect("its second number") * 4096
 }
 
 impl Steps {
     fn new(folder: &Path, name: &'static str, id: fn(u64) -> SampleId) -> Self {
         let path = folder.join(name.replace(' ', "-"));
-        let ledger = Ledger::open(&path, "bench", LedgerOptions::default()).expect("a ledger");
-        Self { name, ledger, id, next: 0, step: 0, times: Vec::new() }
+        let ledger = Some(open(&path));
+        Self { name, path, ledger, id, next: 0, step: 0, times: Vec::new(), commits: Vec::new() }
     }
 
-    /// One optimizer step of `size` samples, whose records have `record` bytes.
-    fn step(&mut self, size: u64, record: usize) -> Duration {
+    /// Goes on in another folder.
+    fn move_to(&mut self, folder: &Path) {
+        self.ledger = None; // which leaves one file
+        let path = folder.join(self.path.file_name().expect("of its name"));
+        std::fs::copy(&self.path, &path).expect("room");
+        std::fs::remove_file(&self.path).expect("ours");
+        self.path = path;
+        self.ledger = Some(open(&self.path));
+    }
+
+    /// Opens it again; how long that took, and by how much this process is larger with it.
+    fn again(&mut self) -> (Duration, u64) {
+        self.ledger = None;
+        let (before, start) = (resident(), Instant::now());
+        self.ledger = Some(open(&self.path));
+        (start.elapsed(), resident().saturating_sub(before))
+    }
+
+    /// One optimizer step of `size` samples, whose records have `record` bytes: how long it took to
+    /// note them in flight, and to acknowledge them.
+    fn step(&mut self, size: u64, record: usize) -> (Duration, Duration) {
         let ids: Vec<SampleId> = (self.next..self.next + size).map(self.id).collect();
         self.next += size;
         self.step += 1;
         let records: Vec<_> = ids.iter().map(|id| (id.clone(), vec![b'x'; record])).collect();
-        self.ledger.commit(&records).expect("committed");
+        let ledger = self.ledger.as_mut().expect("open");
         let start = Instant::now();
-        self.ledger.acknowledge(self.step, &ids).expect("durable");
+        ledger.commit(&records).expect("committed");
+        let committed = start.elapsed();
+        let start = Instant::now();
+        ledger.acknowledge(self.step, &ids).expect("durable");
         let elapsed = start.elapsed();
-        self.ledger.freed(&ids);
-        elapsed
+        ledger.freed(&ids);
+        (committed, elapsed)
     }
 }
 
-/// One optimizer step of 128 samples in a young ledger, in two of 1,000,000 samples, and beside
+/// Restarts with 1,000,000 samples; then one optimizer step of 128 samples in a young ledger, in two of
+/// 1,000,000 samples, and beside
 /// them a plain write and fsync of as many bytes on the same disk: in turn, so that whatever else the
 /// machine does falls on all of them.
 fn ledger() {
@@ -111,11 +147,26 @@ fn ledger() {
         Steps::new(&folder, "1,000,000 numbered names", id),
         Steps::new(&folder, "1,000,000 other names", odd_id),
     ];
+    // So many syncs are waited for nowhere but on a disk.
+    let memory = Path::new("/dev/shm").join(format!("featurestore-bench-{}", std::process::id()));
+    std::fs::create_dir_all(&memory).expect("a folder in memory");
     for old in &mut all[1..] {
+        old.move_to(&memory);
         while old.next < OLD {
-            old.step(10_000, 64);
+            old.step(100, 64); // more steps than are kept one by one
         }
+        old.move_to(&folder);
+        let (folding, _) = old.again();
+        let (again, bytes) = old.again();
+        println!(
+            "{:>36} {:>12.1?}   and {:.1?} once it is folded; {:.1} bytes of memory an id",
+            format!("restart, {}", old.name),
+            folding,
+            again,
+            bytes as f64 / OLD as f64
+        );
     }
+    std::fs::remove_dir_all(&memory).expect("removed");
     let mut plain = File::create(folder.join("plain")).expect("a file");
     let bytes = vec![7; 8 << 10];
     let mut fsyncs = Vec::with_capacity(ROUNDS);
@@ -126,7 +177,8 @@ fn ledger() {
         fsyncs.push(start.elapsed());
         for turn in 0..all.len() {
             let at = (round + turn) % all.len();
-            let elapsed = all[at].step(SAMPLES, 1200);
+            let (committed, elapsed) = all[at].step(SAMPLES, 1200);
+            all[at].commits.push(committed);
             all[at].times.push(elapsed);
         }
     }
@@ -135,7 +187,11 @@ fn ledger() {
     let mut young = None;
     for steps in &mut all {
         let (p50, p99) = (quantile(&mut steps.times, 0.5), quantile(&mut steps.times, 0.99));
-        println!("{:>36} {p50:>12.1?}   p99 {p99:.1?}", steps.name);
+        let committing = quantile(&mut steps.commits, 0.5);
+        println!(
+            "{:>36} {p50:>12.1?}   p99 {p99:.1?}; noted in flight before in {committing:.1?}",
+            steps.name
+        );
         match young {
             None => {
                 let beyond = p50.saturating_sub(fsync);

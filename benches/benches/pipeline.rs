@@ -121,6 +121,32 @@ fn row(name: &str, report: &Value) {
     );
 }
 
+/// Where the time of a run with limited servers went.
+fn breakdown(report: &Value) {
+    let servers = report["servers"].as_array().expect("a list");
+    for (i, server) in servers.iter().enumerate() {
+        println!(
+            "{:>20}: busy by the rate {:.3} s, nothing asked for {:.3} s, answers late by {:.3} s",
+            format!("server {i}"),
+            number(server, "/paced/busy_s"),
+            number(server, "/paced/idle_s"),
+            number(server, "/paced/late_s")
+        );
+    }
+    println!(
+        "{:>20}: waited for captures {:.3} s, at boundaries {:.3} s; comparing took {:.3} s",
+        "trainer",
+        number(report, "/trainer_wait/starved_s"),
+        number(report, "/trainer_wait/boundaries_s"),
+        number(report, "/trainer_wait/compared_s")
+    );
+    println!(
+        "{:>20}: {:.3} s from the last capture to the last comparison",
+        "end",
+        number(report, "/pipeline_elapsed_s") - number(report, "/capture_elapsed_s")
+    );
+}
+
 /// Serial and overlapped, with servers as slow as reading is.
 fn modes(jobs: &Jobs) {
     println!("\nmodes: tuned against controlled over tcp, servers as slow as reading");
@@ -160,6 +186,7 @@ fn rate(jobs: &Jobs) {
         let limited = [&arguments[..], &["--server-rate", &limit]].concat();
         let report = jobs.run(&jobs.binary, &limited);
         row("67.3 samples/s", &report);
+        breakdown(&report);
         rates.push(number(&report, "/pipeline_samples_per_s") / PUBLISHED_RATE);
         let report = jobs.run(&jobs.binary, &arguments);
         row("not limited", &report);

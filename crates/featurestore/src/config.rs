@@ -97,6 +97,11 @@ pub const KEYS: &[Key] = &[
         "what an arena is made of: device, shared (other processes can map it), heap, or auto for \
          what the transport reads best",
     ),
+    key(
+        "populate",
+        "false",
+        "whether a server takes all memory of its arena before it is ready, not at its first use",
+    ),
     key("device", "0", "number of the GPU that a server's arena or a trainer's pool is on"),
     key("http", "127.0.0.1:0", "address of the capture server's HTTP port; port 0 picks one"),
     key("data", "127.0.0.1:0", "address of the peer handshake that data sessions name"),

@@ -42,6 +42,7 @@ use crate::{
     process::peak_rss_bytes,
     source::Source,
 };
+pub use pace::Paced;
 use publisher::Publisher;
 
 /// How long requests in flight may take after the server was asked to end.
@@ -127,6 +128,7 @@ struct HealthReport {
     control: Option<String>,
     samples_in_flight: usize,
     peak_rss_bytes: u64,
+    paced: Option<pace::Paced>, // where the rate is limited
 }
 
 impl CaptureServer {
@@ -231,6 +233,7 @@ impl Shared {
             control: identity.control,
             samples_in_flight,
             peak_rss_bytes: peak_rss_bytes(),
+            paced: self.pace.as_ref().map(pace::Pace::paced),
         })
     }
 }

@@ -226,6 +226,20 @@ fn a_shared_arena_is_sealed_and_not_inherited() {
 }
 
 #[test]
+fn memory_is_taken_at_once_where_that_is_asked_for_and_keeps_what_is_in_it() {
+    const BYTES: u64 = 160 << 20; // several pieces, the last one smaller
+    let backing = Backing::shared(BYTES).unwrap();
+    let handle = backing.shared_handle().unwrap();
+    let file = File::open(format!("/proc/self/fd/{}", handle.fd)).unwrap();
+    let taken = || std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512;
+    assert_eq!(taken(), 0, "pages come with their first touch");
+    backing.populate(3).unwrap();
+    assert_eq!(taken(), BYTES);
+    backing.populate(1).unwrap();
+    Backing::heap(4096).unwrap().populate(0).unwrap();
+}
+
+#[test]
 fn sizes_that_cannot_be_are_refused_at_once() {
     for make in [Backing::heap as fn(u64) -> _, Backing::shared] {
         let error = make(0).unwrap_err();

@@ -80,6 +80,7 @@ impl Selection for OfServer {
         "transport",
         "pool",
         "arena_kind",
+        "populate",
         "device",
         "http",
         "data",

@@ -8,7 +8,7 @@ use transport_mooncake_direct::Cidr;
 
 use super::{
     MooncakeConfig, Problems, Settings, TransportChoice, duration,
-    value::{bad, device, fold, nonzero_size, suggestion},
+    value::{bad, boolean, device, fold, nonzero_size, suggestion},
 };
 
 /// Most samples that a server may be told to work on at a time.
@@ -38,6 +38,8 @@ pub struct ServerConfig {
     pub arena: ByteSize,
     /// What it is made of.
     pub arena_kind: ArenaKind,
+    /// Whether its memory is taken before the server is ready.
+    pub populate: bool,
     /// The GPU that it is on, where it is on one.
     pub device: u32,
     /// HTTP address.
@@ -78,6 +80,7 @@ impl ServerConfig {
         let mut problems = Problems::default();
         let arena = problems.note(settings.need("arena", nonzero_size));
         let arena_kind = problems.note(settings.need("arena_kind", str::parse));
+        let populate = problems.note(settings.need("populate", boolean));
         let device = problems.note(settings.need("device", device));
         let http = problems.note(settings.need("http", address));
         let data = problems.note(settings.need("data", address));
@@ -113,6 +116,7 @@ impl ServerConfig {
         Ok(Self {
             arena: arena.expect(NOTED),
             arena_kind: arena_kind.expect(NOTED),
+            populate: populate.expect(NOTED),
             device: device.expect(NOTED),
             http: http.expect(NOTED),
             data: data.expect(NOTED),

@@ -1,6 +1,9 @@
 //! A set of sample ids that stays small however many samples a run has.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    hash::{BuildHasherDefault, Hasher},
+};
 
 use sha2::{Digest, Sha256};
 
@@ -8,12 +11,31 @@ use sha2::{Digest, Sha256};
 ///
 /// An id is numbered if it ends in decimal digits after something that is neither letter nor digit,
 /// such as `run0:task-000017`; a run that numbers its samples costs a few ranges for each name,
-/// whatever its length. Other ids cost 16 bytes and the set's own overhead.
+/// whatever its length. Other ids cost 16 bytes and the set's own overhead: 20 to 40 bytes each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct IdSet {
     numbered: HashMap<Box<str>, Ranges>,
-    others: HashSet<u128>,
+    others: HashSet<u128, BuildHasherDefault<AsItIs>>,
     len: u64,
+}
+
+/// Hashes a digest: half of it is as good as any hash of it.
+#[derive(Clone, Copy, Debug, Default)]
+struct AsItIs(u64);
+
+impl Hasher for AsItIs {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        // Nothing but digests is hashed, and those by the next function.
+        bytes.iter().for_each(|&byte| self.0 = self.0.rotate_left(8) ^ u64::from(byte));
+    }
+
+    fn write_u128(&mut self, digest: u128) {
+        self.0 = digest as u64;
+    }
 }
 
 /// Disjoint inclusive ranges, first to last, never touching each other.
@@ -23,14 +45,16 @@ struct Ranges(BTreeMap<u64, u64>);
 /// Most digits of an id that count as its number: all of them fit into 63 bits.
 const DIGITS: usize = 18;
 
-/// How an id is kept.
-enum Form<'a> {
-    Numbered(&'a str, u64),
+/// How an id is kept. Working it out costs more than looking it up, so that it is done once.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Form {
+    /// So many bytes of the id are its name.
+    Numbered(usize, u64),
     Other(u128),
 }
 
 /// Zeros in front of a number belong to its name: `task-07` and `task-7` are different samples.
-fn form(id: &str) -> Form<'_> {
+pub(super) fn form(id: &str) -> Form {
     let digits = id.bytes().rev().take_while(u8::is_ascii_digit).count();
     let name = &id[..id.len() - digits];
     let own = name.chars().next_back().is_none_or(|c| !c.is_alphanumeric());
@@ -41,7 +65,7 @@ fn form(id: &str) -> Form<'_> {
     let zeros = zeros.min(digits - 1);
     let split = name.len() + zeros;
     match id[split..].parse() {
-        Ok(number) => Form::Numbered(&id[..split], number),
+        Ok(number) => Form::Numbered(split, number),
         Err(_) => Form::Other(digest(id)),
     }
 }
@@ -54,22 +78,35 @@ fn digest(id: &str) -> u128 {
 impl IdSet {
     /// Adds an id; false if it was there.
     pub fn insert(&mut self, id: &str) -> bool {
-        let new = match form(id) {
-            Form::Numbered(name, number) => match self.numbered.get_mut(name) {
-                Some(ranges) => ranges.insert(number, number),
-                None => self.numbered.entry(name.into()).or_default().insert(number, number),
-            },
+        self.insert_as(id, form(id))
+    }
+
+    /// Whether an id is there.
+    pub fn contains(&self, id: &str) -> bool {
+        self.contains_as(id, form(id))
+    }
+
+    /// Adds an id of that form.
+    pub(super) fn insert_as(&mut self, id: &str, form: Form) -> bool {
+        let new = match form {
+            Form::Numbered(split, number) => {
+                let name = &id[..split];
+                match self.numbered.get_mut(name) {
+                    Some(ranges) => ranges.insert(number, number),
+                    None => self.numbered.entry(name.into()).or_default().insert(number, number),
+                }
+            }
             Form::Other(digest) => self.others.insert(digest),
         };
         self.len += u64::from(new);
         new
     }
 
-    /// Whether an id is there.
-    pub fn contains(&self, id: &str) -> bool {
-        match form(id) {
-            Form::Numbered(name, number) => {
-                self.numbered.get(name).is_some_and(|ranges| ranges.contains(number))
+    /// Whether an id of that form is there.
+    pub(super) fn contains_as(&self, id: &str, form: Form) -> bool {
+        match form {
+            Form::Numbered(split, number) => {
+                self.numbered.get(&id[..split]).is_some_and(|ranges| ranges.contains(number))
             }
             Form::Other(digest) => self.others.contains(&digest),
         }
@@ -96,8 +133,11 @@ impl IdSet {
         })
     }
 
-    pub(super) fn digests(&self) -> impl Iterator<Item = u128> {
-        self.others.iter().copied()
+    /// The digests as they are written, in order: then a tree of them grows at one end only.
+    pub(super) fn digests(&self) -> Vec<[u8; 16]> {
+        let mut all: Vec<_> = self.others.iter().map(|digest| digest.to_le_bytes()).collect();
+        all.sort_unstable();
+        all
     }
 
     pub(super) fn restore_range(&mut self, name: &str, first: u64, last: u64) {
@@ -107,8 +147,13 @@ impl IdSet {
         }
     }
 
-    pub(super) fn restore_digest(&mut self, digest: u128) {
-        self.len += u64::from(self.others.insert(digest));
+    pub(super) fn restore_digest(&mut self, digest: [u8; 16]) {
+        self.len += u64::from(self.others.insert(u128::from_le_bytes(digest)));
+    }
+
+    /// Makes room for `more` digests.
+    pub(super) fn expect_digests(&mut self, more: usize) {
+        self.others.reserve(more);
     }
 }
 
@@ -178,7 +223,7 @@ mod tests {
             }
             let mut copy = IdSet::default();
             set.ranges().for_each(|(n, f, l)| copy.restore_range(n, f, l));
-            set.digests().for_each(|d| copy.restore_digest(d));
+            set.digests().into_iter().for_each(|d| copy.restore_digest(d));
             prop_assert_eq!(copy, set);
         }
     }

@@ -20,6 +20,7 @@ use std::{collections::HashMap, path::Path, time::SystemTime};
 use rusqlite::{Connection, OpenFlags, params};
 use transport_core::{Error, ErrorKind, Result, SampleId};
 
+use ids::Form;
 pub use ids::IdSet;
 pub use points::{Observer, Point};
 
@@ -87,7 +88,7 @@ pub struct Ledger {
     options: LedgerOptions,
     history: IdSet,
     marker: Option<u64>,
-    samples: HashMap<SampleId, Held>, // what the table `sample` holds
+    samples: HashMap<SampleId, Held>, // what the table `sample` holds; acknowledged if in `history`
     freed: Vec<i64>,                  // rows to delete with the next transaction
     next: i64,
 }
@@ -96,6 +97,7 @@ pub struct Ledger {
 struct Held {
     seq: i64,
     acknowledged: bool,
+    form: Form,
 }
 
 impl Ledger {
@@ -169,8 +171,9 @@ impl Ledger {
         let mut rows = statement.query([]).map_err(&read)?;
         while let Some(row) = rows.next().map_err(&read)? {
             let (seq, id): (i64, String) = (row.get(0).map_err(&read)?, row.get(1).map_err(&read)?);
-            let acknowledged = self.history.contains(&id);
-            self.samples.insert(SampleId::new(id)?, Held { seq, acknowledged });
+            let form = ids::form(&id);
+            let acknowledged = self.history.contains_as(&id, form);
+            self.samples.insert(SampleId::new(id)?, Held { seq, acknowledged, form });
             self.next = seq + 1;
         }
         drop(rows);
@@ -189,11 +192,13 @@ impl Ledger {
             let (name, first, last): (String, i64, i64) = (row.get(0)?, row.get(1)?, row.get(2)?);
             self.history.restore_range(&name, first as u64, last as u64);
         }
+        let count = "SELECT count(*) FROM digest";
+        let digests: i64 = self.connection.query_row(count, [], |row| row.get(0))?;
+        self.history.expect_digests(digests as usize); // as many as a file has, so they fit
         let mut statement = self.connection.prepare("SELECT digest FROM digest")?;
         let mut rows = statement.query([])?;
         while let Some(row) = rows.next()? {
-            let digest: [u8; 16] = row.get(0)?;
-            self.history.restore_digest(u128::from_le_bytes(digest));
+            self.history.restore_digest(row.get(0)?);
         }
         let mut statement = self.connection.prepare("SELECT ids FROM step")?;
         let mut rows = statement.query([])?;
@@ -221,7 +226,7 @@ impl Ledger {
             let mut digest =
                 transaction.prepare("INSERT INTO digest VALUES(?1)").map_err(&write)?;
             for value in self.history.digests() {
-                digest.execute([value.to_le_bytes()]).map_err(&write)?;
+                digest.execute([value]).map_err(&write)?;
             }
             transaction
                 .execute("DELETE FROM step WHERE step < ?1", [marker as i64])
@@ -251,14 +256,19 @@ impl Ledger {
         let mut standings = Vec::with_capacity(batch.len());
         let mut new: HashMap<SampleId, Held> = HashMap::new();
         let mut rows = Vec::new();
-        for (id, record) in batch {
-            let standing = if self.history.contains(id.as_str()) {
+        // All at once, and then looked up together: what is not in a cache comes side by side.
+        let forms: Vec<Form> = batch.iter().map(|(id, _)| ids::form(id.as_str())).collect();
+        let known =
+            |((id, _), form): (&(SampleId, _), &Form)| self.history.contains_as(id.as_str(), *form);
+        let known: Vec<bool> = batch.iter().zip(&forms).map(known).collect();
+        for (((id, record), form), known) in batch.iter().zip(forms).zip(known) {
+            let standing = if known {
                 Standing::Acknowledged
             } else if self.samples.contains_key(id) || new.contains_key(id) {
                 Standing::InFlight
             } else {
                 let seq = self.next + rows.len() as i64;
-                new.insert(id.clone(), Held { seq, acknowledged: false });
+                new.insert(id.clone(), Held { seq, acknowledged: false, form });
                 rows.push((seq, id, record));
                 Standing::New
             };
@@ -293,11 +303,12 @@ impl Ledger {
             Error::new(kind, "acknowledge", why).with("step", step).with("samples", ids.len())
         };
         let mut outcome = Acknowledged::default();
-        let mut fresh: Vec<&SampleId> = Vec::with_capacity(ids.len());
+        let mut fresh: Vec<(&SampleId, Form)> = Vec::with_capacity(ids.len());
         for id in ids {
             match self.samples.get(id) {
-                _ if self.history.contains(id.as_str()) => outcome.repeated += 1,
-                Some(_) => fresh.push(id),
+                Some(held) if held.acknowledged => {}
+                Some(held) => fresh.push((id, held.form)),
+                None if self.history.contains(id.as_str()) => {}
                 None => {
                     return Err(refuse(ErrorKind::NotFound, "a sample was never in flight")
                         .with("sample_id", id)
@@ -305,8 +316,8 @@ impl Ledger {
                 }
             }
         }
-        fresh.sort_unstable();
-        fresh.dedup();
+        fresh.sort_unstable_by_key(|(id, _)| *id);
+        fresh.dedup_by_key(|(id, _)| *id);
         outcome.repeated = ids.len() - fresh.len();
         outcome.new = fresh.len();
         if i64::try_from(step).is_err() {
@@ -320,8 +331,9 @@ impl Ledger {
                 .with("newest", self.marker.unwrap_or(0))
                 .remedy("resume from the checkpoint of the newest durable step"));
         }
-        let mut text = String::with_capacity(fresh.iter().map(|id| id.as_str().len() + 1).sum());
-        for id in &fresh {
+        let mut text =
+            String::with_capacity(fresh.iter().map(|(id, _)| id.as_str().len() + 1).sum());
+        for (id, _) in &fresh {
             text.push_str(id.as_str());
             text.push('\n'); // ids hold no control characters
         }
@@ -332,8 +344,10 @@ impl Ledger {
             insert.execute(params![step as i64, text, at]).map(drop)
         })?;
         self.marker = Some(step);
-        for id in fresh {
-            self.history.insert(id.as_str());
+        for (id, form) in &fresh {
+            self.history.insert_as(id.as_str(), *form);
+        }
+        for (id, _) in fresh {
             self.samples.get_mut(id).expect("checked above").acknowledged = true;
         }
         Ok(outcome)

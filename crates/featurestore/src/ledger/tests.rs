@@ -65,6 +65,10 @@ fn steps_are_in_order_and_duplicates_are_settled_once() {
     assert!(!ledger.acknowledged().contains(id(3).as_str()), "all or nothing");
     let twice = ledger.acknowledge(6, &[id(3), id(3), id(0)]).unwrap();
     assert_eq!((twice.new, twice.repeated), (1, 2));
+    ledger.freed(&[id(0), id(3)]);
+    ledger.flush().unwrap();
+    let gone = ledger.acknowledge(6, &[id(3), id(0)]).unwrap();
+    assert_eq!((gone.new, gone.repeated), (0, 2), "what is free again is known by its history");
 }
 
 #[test]

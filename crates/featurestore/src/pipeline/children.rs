@@ -13,6 +13,7 @@ use transport_core::{ClientId, Error, ErrorKind, Result};
 use super::{
     Options,
     messages::{Event, Start},
+    plan::Plan,
     report::ServerReport,
 };
 use crate::{
@@ -22,6 +23,8 @@ use crate::{
 
 /// How long a process may take to get ready.
 const START: Duration = Duration::from_secs(30);
+/// The same for each GiB of memory that it takes before.
+const START_PER_GIB: Duration = Duration::from_secs(4);
 /// How long a process may take to end after it was asked to.
 const STOP: Duration = Duration::from_secs(15);
 
@@ -64,6 +67,7 @@ pub(super) struct Server {
     pub(super) arena_bytes: u64,
     pub(super) is_on_device: bool,
     registrations: u64,
+    bound: Duration, // until it is ready
     child: Child,
     lines: Option<Lines<BufReader<ChildStdout>>>, // until it is ready
     _stdin: ChildStdin, // its end tells the server that this process is gone
@@ -77,9 +81,14 @@ impl Server {
         mooncake: &MooncakeConfig,
         index: usize,
         pool: u64,
-        mean_tokens: f64,
+        plan: &Plan,
     ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // Memory that the run needs anyway is taken before it begins, as registering it would.
+        let arenas = options.arena.get().saturating_mul(options.servers as u64);
+        let fills_arenas = plan.bytes() >= arenas;
+        let gib = if fills_arenas { arenas >> 30 } else { 0 }; // side by side
+        let bound = START + START_PER_GIB * u32::try_from(gib).unwrap_or(u32::MAX).min(900);
         let mut command = command(options, mooncake, "capture-server")?;
         command.arg("--exit-with-parent");
         let mut flags = vec![
@@ -94,6 +103,7 @@ impl Server {
             flags.push(("--pool", pool.to_string()));
         } else {
             flags.extend([("--data", ANY_PORT.into()), ("--control", ANY_PORT.into())]);
+            flags.push(("--populate", fills_arenas.to_string()));
         }
         if options.transport == TransportChoice::Auto || options.transport.is_of_devices() {
             flags.push(("--device", options.server_device(index).to_string()));
@@ -108,6 +118,7 @@ impl Server {
         }
         if let Some(rate) = options.server_rate {
             // As inference takes its time: by the tokens.
+            let mean_tokens = plan.tokens() as f64 / plan.len() as f64;
             let rate = rate * mean_tokens / options.servers as f64;
             command.arg(format!("--token-rate={rate}"));
         }
@@ -127,6 +138,7 @@ impl Server {
             arena_bytes: 0,
             is_on_device: false,
             registrations: 0,
+            bound,
             child,
             lines: Some(lines),
             _stdin: stdin,
@@ -137,7 +149,8 @@ impl Server {
     /// Waits until the server can be reached.
     pub(super) async fn ready(&mut self) -> Result<()> {
         let mut lines = self.lines.take().expect("ready is waited for once");
-        let line = match timeout(START, lines.next_line()).await {
+        let bound = self.bound;
+        let line = match timeout(bound, lines.next_line()).await {
             Ok(Ok(Some(line))) => line,
             Ok(_) => {
                 let status = timeout(STOP, self.child.wait()).await;
@@ -146,7 +159,7 @@ impl Server {
                 return Err(lost(&self.name, format_args!("ended before it was ready{status}"))
                     .remedy("its own message is above"));
             }
-            Err(_) => return Err(lost(&self.name, format_args!("was not ready within {START:?}"))),
+            Err(_) => return Err(lost(&self.name, format_args!("was not ready within {bound:?}"))),
         };
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         let ready: Value = serde_json::from_str(&line)

@@ -189,10 +189,9 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     let pool_of =
         |samples: u64| options.pool.map_or((samples * plan.largest()).max(1 << 20), ByteSize::get);
 
-    let mean_tokens = plan.tokens() as f64 / plan.len() as f64;
     let mut servers = Vec::new();
     for index in 0..options.servers {
-        servers.push(Server::start(options, &store.config, index, pool_of(4), mean_tokens)?);
+        servers.push(Server::start(options, &store.config, index, pool_of(4), &plan)?);
     }
     for server in &mut servers {
         server.ready().await?; // they get ready side by side

@@ -70,6 +70,11 @@ impl Plan {
         self.0.sizes.iter().map(|size| size.tokens).sum()
     }
 
+    /// Room that all samples together would take in arenas.
+    pub(super) fn bytes(&self) -> u64 {
+        self.0.sizes.iter().fold(0, |all, size| all.saturating_add(size.arena_bytes))
+    }
+
     /// Room that the tensors of one sample take in an arena.
     pub(super) fn arena_bytes(&self, index: usize) -> u64 {
         self.0.sizes[index].arena_bytes

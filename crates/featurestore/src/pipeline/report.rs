@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use transport_core::ByteSize;
 
 use super::{Options, Preset, preset::PUBLISHED_ON, producer::Run};
-use crate::choose::Candidate;
+use crate::{choose::Candidate, server::Paced};
 
 /// Result of a run; `--json` prints it.
 #[derive(Clone, Debug, Serialize)]
@@ -84,8 +84,13 @@ pub struct TrainerWait {
     pub p99_us: u64,
     /// The longest one.
     pub max_us: u64,
-    /// Time in all during which nothing was announced that was not read: captures were waited for.
+    /// Time in all during which nothing was announced that was not compared: captures were waited
+    /// for.
     pub starved_s: f64,
+    /// Time in all of comparing, on however many threads.
+    pub compared_s: f64,
+    /// Time in all of waiting until the step before was durable and freed.
+    pub boundaries_s: f64,
 }
 
 /// What the ledger of a run has recorded.
@@ -126,6 +131,8 @@ pub struct ServerReport {
     pub registrations_while_running: u64,
     pub protocol_errors: u64,
     pub peak_rss_bytes: u64,
+    /// What it has done with its time, where its rate was limited.
+    pub paced: Option<Paced>,
 }
 
 /// A store's master, as its own metrics have it.
@@ -307,11 +314,12 @@ impl fmt::Display for Report {
                 writeln!(f, "{:.2} GB/s", gb_per_s(seconds))?;
             }
         }
-        let TrainerWait { p50_us, p99_us, starved_s, .. } = self.trainer_wait;
+        let TrainerWait { p50_us, p99_us, starved_s, compared_s, boundaries_s, .. } =
+            self.trainer_wait;
         writeln!(
             f,
             "trainer wait   p50 {p50_us} us, p99 {p99_us} us for what was captured; {starved_s:.3} s \
-             for captures"
+             for captures, {boundaries_s:.3} s at boundaries; comparing took {compared_s:.3} s"
         )?;
         writeln!(f, "cleanup        {:.3} ms for all samples", self.cleanup_elapsed_s * 1e3)?;
         writeln!(
@@ -341,6 +349,13 @@ impl fmt::Display for Report {
             }
             let (frees, peak) = (s.duplicate_frees, size(s.peak_rss_bytes));
             writeln!(f, "duplicate frees {frees}, peak memory {peak}")?;
+            if let Some(Paced { busy_s, idle_s, late_s, .. }) = s.paced {
+                writeln!(
+                    f,
+                    "               captures took {busy_s:.3} s by the rate, {idle_s:.3} s nothing was \
+                     asked for, answers were late by {late_s:.3} s"
+                )?;
+            }
         }
         if let Some(m) = &self.mooncake {
             writeln!(

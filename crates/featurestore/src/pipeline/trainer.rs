@@ -4,27 +4,27 @@
 //! channel announces, a [`Consumer`] reads ahead, and each step is recorded and freed in the
 //! background while the next one is compared.
 
+mod compare;
 mod marks;
 
 use std::{
     collections::VecDeque,
     io::{BufRead, Write},
-    sync::{
-        Arc,
-        mpsc::{Receiver, SyncSender, TryRecvError, sync_channel},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use control_proto::sample_ref::SampleRef;
 use hdrhistogram::Histogram;
 use parking_lot::Mutex;
-use tokio::{runtime::Handle, sync::oneshot};
+use tokio::{
+    runtime::Handle,
+    sync::{mpsc, oneshot},
+};
 use transport_core::{ByteSize, Descriptor, Error, ErrorKind, Result, SessionName};
 
 use super::{
     messages::{Event, Job, Start, Totals},
-    report::TrainerWait,
     verify::Checker,
 };
 use crate::{
@@ -40,6 +40,7 @@ use crate::{
     ranks::Group,
     store::FeatureStore,
 };
+use compare::{Bounds, Compared, Comparing};
 use marks::Marks;
 
 /// Differing tensors that are reported by name.
@@ -149,18 +150,27 @@ fn read_input(first: oneshot::Sender<Result<Start>>, left: oneshot::Sender<()>) 
 struct Loop {
     start: Start,
     samples: Arc<Samples>,
-    checker: Checker,
     authority: Arc<Mutex<Authority>>,
-    windows: Receiver<Result<Vec<SampleRef>>>,
+    windows: mpsc::Receiver<Result<Vec<SampleRef>>>,
+    ended: bool, // there are no more windows
     consumer: Consumer,
+    comparing: Comparing,
     ack: BackgroundAck,
     runtime: Handle,
     folder: Option<Folder>,
-    jobs: VecDeque<Job>,    // of what the consumer was fed, in order
-    steps: VecDeque<usize>, // sizes of the windows fed
-    waits: Histogram<u64>,  // in microseconds
-    starved: Duration,
+    jobs: VecDeque<(Job, u64)>, // of what the consumer was fed, in order, and its bytes
+    steps: VecDeque<usize>,     // sizes of the windows fed
+    waits: Histogram<u64>,      // in microseconds
+    idle: Option<Instant>,      // since when nothing is compared
     totals: Totals,
+}
+
+/// What the training loop goes on with.
+enum Next {
+    Window(Result<Vec<SampleRef>>),
+    Ended,
+    Read(Result<Option<Materialized>>),
+    Compared(Result<Compared>),
 }
 
 impl Loop {
@@ -178,7 +188,7 @@ impl Loop {
         let reader = RefReader::open(&start.folder)?;
         let authority = Authority::new(reader, ledger, 1, start.quantum, Resume::Fresh)?;
         let authority = Arc::new(Mutex::new(authority));
-        let (send, windows) = sync_channel(WINDOWS);
+        let (send, windows) = mpsc::channel(WINDOWS);
         let handing = authority.clone();
         std::thread::spawn(move || hand_out(&handing, &send));
 
@@ -192,27 +202,33 @@ impl Loop {
             (false, true) => ON_DEVICE,
             (false, false) => (AHEAD, AHEAD - 1),
         };
+        // Half of a pool is read into, a quarter is compared, and a quarter is against fragments.
+        let share = |part: u64| if views { u64::MAX } else { start.pool_bytes / part };
         let options = ConsumerOptions {
             deadline,
             in_flight,
             refill_at,
-            // Half of the pool: the rest is for the sample that is compared, and against fragments.
-            max_bytes: (!views).then_some(start.pool_bytes / 2),
+            max_bytes: (!views).then(|| share(2)),
             layout: None, // what the server was asked for was checked when it answered
+        };
+        let bounds = match start.serial || checker.is_on_device() {
+            true => Bounds::SERIAL,
+            false => Bounds::of_cores(share(4)),
         };
         Ok(Self {
             consumer: Consumer::new(samples.clone(), options),
+            comparing: Comparing::start(checker, bounds, &runtime)?,
             ack: BackgroundAck::start(ack)?,
             folder: start.input.as_deref().map(Folder::open).transpose()?,
             samples,
-            checker,
             authority,
             windows,
+            ended: false,
             runtime,
             jobs: VecDeque::new(),
             steps: VecDeque::new(),
             waits: Histogram::new_with_bounds(1, 3_600_000_000, 3).expect("bounds in order"),
-            starved: Duration::ZERO,
+            idle: Some(Instant::now()),
             totals: Totals::default(),
             start,
         })
@@ -224,20 +240,16 @@ impl Loop {
             self.authority.lock().fail(&error.to_string())?;
         }
         outcome?;
-        let Self { samples, authority, consumer, ack, runtime, mut totals, waits, starved, .. } =
-            self;
+        let Self { samples, authority, consumer, ack, runtime, mut totals, waits, .. } = self;
         ack.close()?;
         runtime.block_on(samples.drain(None, 8, Duration::from_millis(250)))?;
         authority.lock().finish()?;
         totals.materialize_active_s = consumer.active().as_secs_f64();
         totals.released = samples.health().freed;
         totals.ledger.acknowledged = authority.lock().ledger().acknowledged().len();
-        totals.wait = TrainerWait {
-            p50_us: waits.value_at_quantile(0.5),
-            p99_us: waits.value_at_quantile(0.99),
-            max_us: waits.max(),
-            starved_s: starved.as_secs_f64(),
-        };
+        totals.wait.p50_us = waits.value_at_quantile(0.5);
+        totals.wait.p99_us = waits.value_at_quantile(0.99);
+        totals.wait.max_us = waits.max();
         Ok(totals)
     }
 
@@ -247,15 +259,21 @@ impl Loop {
         let _entered = _runtime.enter(); // readings are its tasks
         let mut trained: Vec<Arc<Descriptor>> = Vec::with_capacity(self.start.quantum);
         let mut step = 0;
-        while self.feed()? {
-            let (descriptor, bytes) = self.next()?;
-            trained.push(descriptor);
-            say(&Event::Verified { bytes })?;
-            if Some(&trained.len()) == self.steps.front() {
-                self.steps.pop_front();
-                self.acked(step)?;
-                step += 1;
-                self.ack.submit(Step::new(step, std::mem::take(&mut trained)))?;
+        while let Some(next) = self.next() {
+            match next {
+                Next::Ended => self.ended = true,
+                Next::Window(window) => self.feed(&window?)?,
+                Next::Read(read) => self.compare(read?)?,
+                Next::Compared(compared) => {
+                    trained.push(self.account(compared?)?);
+                    if Some(&trained.len()) == self.steps.front() {
+                        self.steps.pop_front();
+                        self.acked(step)?;
+                        step += 1;
+                        self.ack.submit(Step::new(step, std::mem::take(&mut trained)))?;
+                    }
+                    self.idle = self.comparing.is_empty().then(Instant::now);
+                }
             }
         }
         self.acked(step)?;
@@ -263,9 +281,31 @@ impl Loop {
         Ok(())
     }
 
+    /// Waits for whatever comes first; none at the end. What is compared is settled before more is
+    /// begun.
+    fn next(&mut self) -> Option<Next> {
+        let reads = self.jobs.front().is_some_and(|&(_, bytes)| self.comparing.has_room(bytes));
+        let compares = !self.comparing.is_empty();
+        let Self { runtime, windows, ended, consumer, comparing, .. } = self;
+        runtime.block_on(async {
+            tokio::select! {
+                biased;
+                compared = comparing.next(), if compares => Some(Next::Compared(compared)),
+                window = windows.recv(), if !*ended => {
+                    Some(window.map_or(Next::Ended, Next::Window))
+                }
+                read = consumer.next(), if reads => Some(Next::Read(read)),
+                else => None,
+            }
+        })
+    }
+
     /// Waits until step `step` is durable and freed, if there is such a step, and tells.
     fn acked(&mut self, step: u64) -> Result<()> {
-        match self.ack.flush()? {
+        let begun = Instant::now();
+        let boundary = self.ack.flush()?;
+        self.totals.wait.boundaries_s += begun.elapsed().as_secs_f64();
+        match boundary {
             Some(boundary) if boundary.step == step => {
                 say(&Event::Acked { samples: boundary.acknowledged as usize })
             }
@@ -273,29 +313,20 @@ impl Loop {
         }
     }
 
-    /// Hands on what is announced, and waits for it where nothing is left to read; false at the end.
-    fn feed(&mut self) -> Result<bool> {
-        loop {
-            let window = match self.windows.try_recv() {
-                Ok(window) => window?,
-                Err(_) if !self.consumer.is_empty() => return Ok(true),
-                Err(TryRecvError::Disconnected) => return Ok(false),
-                Err(TryRecvError::Empty) => {
-                    let begun = Instant::now();
-                    let window = self.windows.recv();
-                    self.starved += begun.elapsed();
-                    let Ok(window) = window else { return Ok(false) };
-                    window?
-                }
-            };
-            let mut samples = Vec::with_capacity(window.len());
-            for sample in &window {
-                self.jobs.push_back(self.job(sample)?);
-                samples.push(Arc::new(sample.descriptor()?));
-            }
-            self.steps.push_back(samples.len());
-            self.consumer.feed(samples)?;
+    /// Hands on what is announced.
+    fn feed(&mut self, window: &[SampleRef]) -> Result<()> {
+        if let Some(since) = self.idle.filter(|_| self.consumer.is_empty()) {
+            self.totals.wait.starved_s += since.elapsed().as_secs_f64();
+            self.idle = Some(Instant::now());
         }
+        let mut samples = Vec::with_capacity(window.len());
+        for sample in window {
+            let descriptor = Arc::new(sample.descriptor()?);
+            self.jobs.push_back((self.job(sample)?, descriptor.nbytes()));
+            samples.push(descriptor);
+        }
+        self.steps.push_back(samples.len());
+        self.consumer.feed(samples)
     }
 
     /// What a sample is compared with.
@@ -317,36 +348,39 @@ impl Loop {
         Ok(Job { checksums: checksums.transpose()?, sha256 })
     }
 
-    /// Waits for the next sample and compares it.
-    fn next(&mut self) -> Result<(Arc<Descriptor>, u64)> {
-        let begun = Instant::now();
-        let next = self.runtime.block_on(self.consumer.next())?;
-        let waited = begun.elapsed().as_micros() as u64;
+    /// Begins to compare a sample that was read.
+    fn compare(&mut self, read: Option<Materialized>) -> Result<()> {
+        // While others are compared nobody waits.
+        let waited = self.idle.take().map_or(0, |since| since.elapsed().as_micros() as u64);
         self.waits.saturating_record(waited.max(1));
-        let leased = match next.expect("something was fed") {
+        let leased = match read.expect("something was fed") {
             Materialized::Ready(leased) => leased,
             Materialized::Lost(id, error) => return Err(error.with("sample_id", id)),
         };
-        let job = self.jobs.pop_front().expect("one a sample");
-        let (token, descriptor) = (leased.token.clone(), leased.descriptor.clone());
-        let bytes = leased.nbytes();
+        let (job, _) = self.jobs.pop_front().expect("one a sample");
+        self.comparing.begin(self.start.verify.then_some(job), leased);
+        Ok(())
+    }
+
+    /// Takes note of a sample that was compared, and gives its lease back.
+    fn account(&mut self, compared: Compared) -> Result<Arc<Descriptor>> {
+        let Compared { descriptor, token, verified, differing, took } = compared;
+        self.runtime.block_on(self.samples.release(&token));
+        let bytes = descriptor.nbytes();
         self.totals.samples += 1;
         self.totals.bytes += bytes;
-        if self.start.verify {
-            let (bytes, differing) = self.checker.compare(&job, &leased)?;
-            self.totals.verified_bytes += bytes;
-            self.totals.mismatches += differing.len() as u64;
-            let named = NAMED.saturating_sub(self.totals.differing.len());
-            self.totals.differing.extend(differing.into_iter().take(named));
-        }
-        drop(leased);
-        self.runtime.block_on(self.samples.release(&token));
-        Ok((descriptor, bytes))
+        self.totals.verified_bytes += verified;
+        self.totals.wait.compared_s += took.as_secs_f64();
+        self.totals.mismatches += differing.len() as u64;
+        let named = NAMED.saturating_sub(self.totals.differing.len());
+        self.totals.differing.extend(differing.into_iter().take(named));
+        say(&Event::Verified { bytes })?;
+        Ok(descriptor)
     }
 }
 
 /// Hands out windows until the channel has ended, or something fails.
-fn hand_out(authority: &Mutex<Authority>, windows: &SyncSender<Result<Vec<SampleRef>>>) {
+fn hand_out(authority: &Mutex<Authority>, windows: &mpsc::Sender<Result<Vec<SampleRef>>>) {
     loop {
         let mut locked = authority.lock();
         let window = match locked.poll() {
@@ -360,7 +394,7 @@ fn hand_out(authority: &Mutex<Authority>, windows: &SyncSender<Result<Vec<Sample
         match window.transpose() {
             Some(window) => {
                 let failed = window.is_err();
-                if windows.send(window.map(|ranks| ranks.concat())).is_err() || failed {
+                if windows.blocking_send(window.map(|ranks| ranks.concat())).is_err() || failed {
                     return; // the loop has ended
                 }
             }

@@ -71,8 +71,8 @@ pub(super) async fn generate(State(state): State<Arc<Shared>>, request: Request)
     let tokens = work.prompts.iter().map(|prompt| prompt.input_ids.len()).sum();
     let due = state.pace.as_ref().map(|pace| pace.due(samples, tokens));
     let rows = capture(&state, &work, asked).await;
-    if let Some(due) = due {
-        tokio::time::sleep_until(due).await;
+    if let (Some(pace), Some(due)) = (&state.pace, due) {
+        pace.wait(due).await;
     }
     let mut json = Vec::with_capacity(1024 * rows.len());
     match write_response(&mut json, form, batched, &rows) {

@@ -5,6 +5,9 @@ use transport_core::{Error, Result};
 
 use crate::config::{ArenaKind, ServerConfig, TransportChoice};
 
+/// Most threads that take an arena's memory: more only wait for each other in the kernel.
+const POPULATORS: usize = 8;
+
 /// Memory of an arena, and why it is of that kind.
 pub(super) struct Memory {
     pub(super) backing: Backing,
@@ -45,6 +48,10 @@ impl Memory {
             ArenaKind::Heap => ("heap", Backing::heap(bytes)?),
             _ => ("shared", Backing::shared(bytes)?),
         };
+        if config.populate {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            backing.populate(cores.min(POPULATORS))?;
+        }
         Ok(Self {
             backing,
             name,

@@ -61,6 +61,7 @@ mod tests {
             control: Some("127.0.0.1:2".into()),
             samples_in_flight: 3,
             peak_rss_bytes: 4,
+            paced: None,
         };
         let text = render(&report, &Counts::default());
         let (comments, values): (Vec<_>, Vec<_>) =

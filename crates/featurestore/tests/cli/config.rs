@@ -157,12 +157,13 @@ fn help_and_config_show_say_the_same() {
         }
         let meaning = line.rsplit("  ").next().expect("a column").trim();
         let meaning = &meaning[1..]; // help begins sentences
-        let flag = format!("--{} ", name.replace('_', "-"));
+        let flag = format!("--{}", name.replace('_', "-"));
         if name == "token" {
             assert!(help.contains("FEATURESTORE_TOKEN") && words(&help).contains(meaning));
             continue;
         }
-        let told = help.split(&flag).nth(1).unwrap_or_else(|| panic!("{flag} in {help}"));
+        let after = |end| help.split(&format!("{flag}{end}")).nth(1); // a value, or perhaps one
+        let told = after(" <").or(after("[=")).unwrap_or_else(|| panic!("{flag} in {help}"));
         let told = words(told.split(" --").next().expect("its text"));
         assert!(told.contains(meaning), "{flag}: {meaning} in {told}");
         assert_eq!(told.contains(&format!("[default: {default}]")), default != "-", "{told}");

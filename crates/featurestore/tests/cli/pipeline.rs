@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::common::{Process, STEP, featurestore, run};
+use crate::common::{Process, STEP, Server, featurestore, run};
 
 const REAL: [&str; 7] = ["pipeline", "--servers", "2", "--arena", "16MiB", "--seed", "42"];
 
@@ -223,6 +223,39 @@ fn both_settings_finish_in_arenas_with_room_for_few_windows() {
         let again = run(&["pipeline", "--hidden", "8", "--samples", "2", "--ledger", ledger]);
         assert_eq!(again.status.code(), Some(1), "another run's ledger is not written over");
         assert!(again.stderr.contains("cannot reuse a ledger"), "{}", again.stderr);
+    }
+}
+
+/// Both servers together never go beyond the rate, and are kept busy at it.
+#[test]
+fn limited_servers_are_kept_busy_and_no_faster() {
+    let (samples, rate) = (240.0, 120.0);
+    let arguments = ["pipeline", "--hidden", "64", "--arena", "28MiB", "--preset", "tuned"];
+    let load = ["--samples", "240", "--server-rate", "120", "--json"];
+    let report = report(&[&arguments[..], &load].concat());
+    let seconds = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("a time in {report}"));
+    let servers = report["servers"].as_array().expect("a list");
+    let paced = |name: &str| servers.iter().map(|s| seconds(&s["paced"][name])).sum::<f64>();
+    let busy = paced("busy_s") / servers.len() as f64;
+    assert!(
+        (busy * rate / samples - 1.0).abs() < 0.001,
+        "by its tokens each has its share: {busy}"
+    );
+    assert!(seconds(&report["pipeline_elapsed_s"]) > 0.95 * samples / rate, "{report}");
+    assert!(paced("idle_s") < 0.3 * paced("busy_s"), "there was always something to do: {report}");
+    for part in ["starved_s", "compared_s", "boundaries_s"] {
+        assert!(seconds(&report["trainer_wait"][part]) >= 0.0, "{part}");
+    }
+}
+
+/// The arena's memory, which else comes page by page with the first captures.
+#[test]
+fn a_server_has_its_memory_before_it_is_ready_if_asked_to() {
+    for (more, has) in [(&["--populate"][..], true), (&[], false)] {
+        let arguments = ["capture-server", "--arena", "96MiB", "--transport", "shm"];
+        let server = Server::start(&[&arguments[..], more].concat());
+        let peak = server.health()["peak_rss_bytes"].as_u64().expect("measured");
+        assert_eq!(peak > 96 << 20, has, "{more:?}: {peak}");
     }
 }
 
