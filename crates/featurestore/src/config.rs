@@ -53,6 +53,7 @@ impl Key {
             | "mooncake_group_below" => transport == Store,
             name if name.starts_with("mooncake_") => matches!(transport, Mooncake | Store),
             "arena_kind" | "data" | "control" | "advertise" | "token" => transport != Store,
+            "populate" => transport != Store && !transport.is_of_devices(),
             "device" => transport == Auto || transport.is_of_devices(),
             "pool" => transport != Shm,
             _ => true,

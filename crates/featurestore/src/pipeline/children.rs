@@ -86,7 +86,9 @@ impl Server {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // Memory that the run needs anyway is taken before it begins, as registering it would.
         let arenas = options.arena.get().saturating_mul(options.servers as u64);
-        let fills_arenas = plan.bytes() >= arenas;
+        let on_host =
+            options.transport != TransportChoice::Store && !options.transport.is_of_devices();
+        let fills_arenas = on_host && plan.bytes() >= arenas;
         let gib = if fills_arenas { arenas >> 30 } else { 0 }; // side by side
         let bound = START + START_PER_GIB * u32::try_from(gib).unwrap_or(u32::MAX).min(900);
         let mut command = command(options, mooncake, "capture-server")?;
@@ -103,10 +105,12 @@ impl Server {
             flags.push(("--pool", pool.to_string()));
         } else {
             flags.extend([("--data", ANY_PORT.into()), ("--control", ANY_PORT.into())]);
-            flags.push(("--populate", fills_arenas.to_string()));
         }
         if options.transport == TransportChoice::Auto || options.transport.is_of_devices() {
             flags.push(("--device", options.server_device(index).to_string()));
+        }
+        if fills_arenas {
+            flags.push(("--populate", "true".into()));
         }
         if options.input.is_none() {
             let taps: Vec<String> = options.model.taps.iter().map(ToString::to_string).collect();
