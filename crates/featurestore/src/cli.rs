@@ -70,7 +70,7 @@ enum Command {
     /// The pipeline's trainer; started by the pipeline.
     #[command(hide = true)]
     Trainer {
-        /// TOML file with settings.
+        /// File with settings, in TOML or (.yaml, .yml) YAML.
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,
     },
@@ -86,7 +86,7 @@ enum ConfigCommand {
     Schema,
     /// Prints every setting in force and where it comes from.
     Show {
-        /// TOML file with settings.
+        /// File with settings, in TOML or (.yaml, .yml) YAML.
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,
     },
@@ -148,7 +148,7 @@ struct PipelineArgs {
     /// GPU of the trainer's pool; --device if not given.
     #[arg(long, value_name = "DEVICE")]
     trainer_device: Option<u32>,
-    /// TOML file with settings; flags and FEATURESTORE_* variables come before it. What counts
+    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come before it. What counts
     /// here: arena, arena_kind, transport, strict, pool, device, lease, deadline, token.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -196,7 +196,7 @@ struct PipelineArgs {
 #[derive(Debug, Args)]
 #[command(after_help = flags::elsewhere())]
 struct ServerArgs {
-    /// TOML file with settings; flags and FEATURESTORE_* variables come before it.
+    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come before it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]

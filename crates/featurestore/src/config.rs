@@ -173,10 +173,13 @@ impl Settings {
         Self::default()
     }
 
-    /// Adds a TOML file below what is there already.
+    /// Adds a file below what is there already: YAML if it ends in `.yaml` or `.yml`, which needs the
+    /// feature `lifecycle`, and TOML otherwise.
     pub fn file(mut self, path: &Path) -> Result<Self> {
+        let end = path.extension().map(|end| end.to_ascii_lowercase());
+        let yaml = end.is_some_and(|end| end == "yaml" || end == "yml");
         read_file(path)
-            .and_then(|text| self.text(&text))
+            .and_then(|text| if yaml { self.table(of_yaml(&text)?) } else { self.text(&text) })
             .map_err(|e| e.with("file", path.display()))?;
         Ok(self)
     }
@@ -187,6 +190,10 @@ impl Settings {
             Error::new(ErrorKind::ConfigInvalid, "read configuration", e.message().to_owned())
                 .with("at_byte", e.span().map_or(0, |s| s.start))
         })?;
+        self.table(table)
+    }
+
+    fn table(&mut self, table: toml::Table) -> Result<()> {
         for (name, value) in table {
             let known = find(&name)?;
             let text = match value {
@@ -302,6 +309,18 @@ impl fmt::Debug for Settings {
         let shown = self.effective().map(|(known, value, source)| (known.name, (value, source)));
         f.debug_map().entries(shown).finish()
     }
+}
+
+#[cfg(feature = "lifecycle")]
+fn of_yaml(text: &str) -> Result<toml::Table> {
+    crate::launch::Syntax::Yaml.table(text)
+}
+
+#[cfg(not(feature = "lifecycle"))]
+fn of_yaml(_: &str) -> Result<toml::Table> {
+    let why = "this build reads no YAML";
+    Err(Error::new(ErrorKind::Unsupported, "read configuration", why)
+        .remedy("write TOML, or build with --features lifecycle"))
 }
 
 /// Longest file of settings.

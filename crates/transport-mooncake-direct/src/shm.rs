@@ -48,8 +48,8 @@ impl SharedArena {
         };
         let offset = address.0.checked_sub(self.info.base.0).ok_or_else(outside)?;
         // SAFETY: the use keeps the mapping. It was registered before the claim of the sample was
-        // relied on, and while it lives no release of the sample is sent; the publisher keeps a
-        // claim of this transport's for as long as the arena is mapped under its mark.
+        // relied on, and while it lives this client sends no release of the sample; the publisher
+        // keeps a claim of this client's for as long as the arena is mapped under its mark.
         let view = unsafe { sample.mapping().view(ArenaOffset(offset), len, sample.clone()) };
         view.ok_or_else(outside)
     }

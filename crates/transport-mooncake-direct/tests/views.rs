@@ -225,26 +225,53 @@ fn a_server_is_known_under_one_name() {
 }
 
 #[test]
-fn samples_that_do_not_tell_their_life_cannot_be_mapped() {
+fn samples_that_do_not_tell_their_life_are_freed_but_not_mapped() {
     let sink = sink(MIB);
     let consumer = consumer(Engine::Shm);
-    let told = publish(&sink, "x", 1, &[1000, 8]);
-    let mut no_epoch = Descriptor::clone(&told);
-    let Location::Arena(arena) = &mut no_epoch.location else { panic!("not in an arena") };
-    arena.epoch = None;
-    let mut no_seq = Descriptor::clone(&told);
-    no_seq.features[1].seq = None;
-    for (descriptor, missing) in [(no_epoch, "epoch"), (no_seq, "sequence number")] {
-        let descriptor = Arc::new(descriptor);
-        let errors = [
-            view(&consumer, &descriptor).unwrap_err(),
-            consumer.release_blocking(vec![descriptor.into()]).unwrap_err(),
-        ];
-        for error in errors {
-            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert_eq!(error.context("missing"), Some(missing));
-            assert!(error.context("key").unwrap().contains("test/x/g1"), "{error}");
+    for missing in ["epoch", "sequence number"] {
+        let mut descriptor = Descriptor::clone(&publish(&sink, "x", 1, &[1000, 8]));
+        match &mut descriptor.location {
+            Location::Arena(arena) if missing == "epoch" => arena.epoch = None,
+            _ => descriptor.features[1].seq = None,
         }
+        let descriptor = Arc::new(descriptor);
+        let error = view(&consumer, &descriptor).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_eq!(error.context("missing"), Some(missing));
+        assert!(error.context("key").unwrap().contains("test/x/g1"), "{error}");
+        assert_eq!(resident(&sink), 1);
+        let report = consumer.release_blocking(vec![descriptor.clone().into()]).unwrap();
+        // Where no epoch is told the publisher is taken for one that answers no frees.
+        assert_eq!(report.released + report.unconfirmed, 1, "{missing}: {report:?}");
+        eventually("it is gone", || resident(&sink) == 0);
+        let report = consumer.release_blocking(vec![descriptor.into()]).unwrap();
+        assert_eq!(report.already_gone + report.unconfirmed, 1, "once: {report:?}");
     }
-    assert_eq!(resident(&sink), 1);
+}
+
+/// Whoever frees by name, what this client looks at stays until it says with its life that it is done.
+#[test]
+fn a_free_by_name_takes_nothing_away_that_is_looked_at() {
+    let sink = sink(16 << 10);
+    let consumer = consumer(Engine::Shm);
+    let sample = publish(&sink, "x", 1, &[8000]);
+    let viewed = view(&consumer, &sample).unwrap();
+    let mut nameless = Descriptor::clone(&sample);
+    let Location::Arena(arena) = &mut nameless.location else { panic!("not in an arena") };
+    arena.epoch = None;
+    nameless.features[0].seq = None;
+    consumer.release_blocking(vec![Arc::new(nameless).into()]).unwrap();
+    // The rest of the arena is written all over, again and again.
+    for round in 2..20 {
+        let other = publish(&sink, "y", round, &[7000]);
+        consumer.release_blocking(vec![other.into()]).unwrap();
+        let bytes = viewed.tensors[0].data.as_ref();
+        assert!((0..8000).all(|at| bytes[at] == byte(1, at)), "round {round}");
+    }
+    drop(viewed);
+    consumer.release_blocking(vec![sample.into()]).unwrap();
+    eventually("all of it is free", || {
+        let health = sink.health_blocking().unwrap();
+        health.arena_free_bytes == health.arena_bytes
+    });
 }

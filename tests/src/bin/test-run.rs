@@ -94,9 +94,7 @@ async fn produce(arguments: &[String]) -> Fallible<()> {
         return Err("arguments".into());
     };
     let quantum: u64 = quantum.parse()?;
-    // It only frees, also samples of which nothing but the name is known, as shm does not.
-    let transport: Arc<dyn Transport> =
-        Arc::new(DirectTransport::builder().engine(Engine::Tcp).build()?);
+    let transport: Arc<dyn Transport> = transport()?;
     let endpoints = Arc::new(Endpoints::new(transport.clone(), Strategy::Dspark));
     let mut urls = Vec::new();
     for server in servers {

@@ -17,7 +17,7 @@ pub(super) struct DoctorArgs {
     /// Control address of a capture server to ask, HOST:PORT; may be given several times.
     #[arg(long, value_name = "ADDRESS")]
     server: Vec<SessionName>,
-    /// TOML file with settings; flags and FEATURESTORE_* variables come before it.
+    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come before it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]

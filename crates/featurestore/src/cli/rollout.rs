@@ -59,7 +59,7 @@ pub(super) fn run(command: RolloutCommand) -> Result<ExitCode> {
 /// How a command reaches rollouts.
 #[derive(Clone, Debug, Args)]
 struct TransportArgs {
-    /// TOML file with settings; flags and FEATURESTORE_* variables come before it, and MOONCAKE_*
+    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come before it, and MOONCAKE_*
     /// and MC_* variables after it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,

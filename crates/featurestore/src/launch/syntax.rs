@@ -25,7 +25,7 @@ impl Syntax {
     }
 
     /// The settings, whatever they are called.
-    pub(super) fn table(self, text: &str) -> Result<toml::Table> {
+    pub(crate) fn table(self, text: &str) -> Result<toml::Table> {
         let read = match self {
             Self::Toml => toml::from_str(text).map_err(|e| e.message().to_owned()),
             // Aliases, nesting and sizes are bounded by its defaults; a key that stands twice, and

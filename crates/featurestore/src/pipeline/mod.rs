@@ -17,7 +17,10 @@ mod report;
 pub mod trainer;
 mod verify;
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
@@ -27,6 +30,7 @@ pub use report::{LedgerReport, MooncakeReport, PeakRss, Report, ServerReport, Tr
 
 use crate::{
     config::{MooncakeConfig, Settings, TransportChoice},
+    ledger::{Ledger, LedgerOptions},
     workload::{self, Model},
 };
 use children::{Server, Trainer};
@@ -177,11 +181,36 @@ fn interrupted() -> Result<impl Future<Output = &'static str>> {
 async fn job(options: &Options) -> Result<Report> {
     let plan = Plan::new(options)?;
     plan.check(options)?;
+    if let Some(path) = &options.ledger {
+        check_ledger(path, plan.run_id()).map_err(|e| e.with("ledger", path.display()))?;
+    }
     let store = Store::of(options).await?;
     match job_over(options, plan, &store).await {
         Ok(report) => store.stop().await.map(|()| report),
         Err(error) => Err(store.explain(error)),
     }
+}
+
+/// Refuses a ledger that the trainer could not begin, before anything is started.
+fn check_ledger(path: &Path, run: &str) -> Result<()> {
+    let refuse = |why: &'static str| {
+        let error = Error::new(ErrorKind::ConfigInvalid, "check ledger", why);
+        error.remedy("give a new file; one of an earlier run stays what it is")
+    };
+    let found = std::fs::metadata(path);
+    if found.as_ref().is_ok_and(|file| file.len() == 0) {
+        return Err(refuse("the file is empty, and no ledger"));
+    }
+    let ledger = Ledger::open(path, run, LedgerOptions::default())?;
+    if !ledger.is_empty() {
+        return Err(refuse("a new run cannot reuse a ledger that has recorded something"));
+    }
+    drop(ledger);
+    if found.is_err() {
+        // The trainer makes it again; a run that fails before leaves nothing.
+        std::fs::remove_file(path).map_err(|e| Error::io("check ledger", e))?;
+    }
+    Ok(())
 }
 
 async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report> {

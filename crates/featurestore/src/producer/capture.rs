@@ -317,7 +317,7 @@ pub struct Endpoints {
 
 impl Endpoints {
     /// Frees go through `transport`, also those of samples of which only the name is known, such as
-    /// after a restart: of the direct transport's engines, `shm` cannot free these.
+    /// after a restart.
     pub fn new(transport: Arc<dyn Transport>, strategy: Strategy) -> Self {
         Self { transport, strategy, known: Mutex::default() }
     }

@@ -59,6 +59,44 @@ fn columns_stand_below_each_other_and_a_reader_that_leaves_is_no_error() {
 }
 
 #[test]
+fn the_same_settings_are_read_from_yaml() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let shown = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("room");
+        run(&["config", "show", "--config", path.to_str().expect("UTF-8")])
+    };
+    let toml = shown("a.toml", "transport = \"tcp\"\nstrict = true\nmax_in_flight = 7\n");
+    assert!(toml.status.success(), "{}", toml.stderr);
+    for name in ["a.yaml", "a.YML"] {
+        let yaml =
+            shown(name, "# as others write it\ntransport: tcp\nstrict: true\nmax_in_flight: 7\n");
+        assert!(yaml.status.success(), "{}", yaml.stderr);
+        assert_eq!(yaml.stdout, toml.stdout);
+    }
+    let allowed = shown("b.yaml", "allow: [10.0.0.0/8, 127.0.0.0/8]\n");
+    assert!(
+        line(&allowed.stdout, "allow").contains("10.0.0.0/8,127.0.0.0/8"),
+        "{}",
+        allowed.stdout
+    );
+    for (text, why) in [
+        ("transprt: tcp\n", "transport"),
+        ("lease: {seconds: 5}\n", "wrong type"),
+        ("lease: 5s\nlease: 6s\n", "lease"),
+        ("transport = \"tcp\"\n", "yaml"),
+    ] {
+        let ended = shown("wrong.yaml", text);
+        assert_eq!(ended.status.code(), Some(1), "{text}: {}", ended.stdout);
+        assert!(
+            ended.stderr.contains(why) && ended.stderr.contains("wrong.yaml"),
+            "{}",
+            ended.stderr
+        );
+    }
+}
+
+#[test]
 fn a_misspelt_key_names_the_nearest() {
     let (ok, _, error) = show("lese = \"5s\"\n", &[]);
     assert!(!ok);

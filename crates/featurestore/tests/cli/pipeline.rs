@@ -226,6 +226,34 @@ fn both_settings_finish_in_arenas_with_room_for_few_windows() {
     }
 }
 
+/// Nothing is started for a run whose trainer could not begin its ledger.
+#[test]
+fn a_ledger_that_cannot_be_begun_is_refused_before_anything_starts() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    std::fs::write(at("empty"), "").expect("room");
+    std::fs::write(at("text"), "no ledger\n".repeat(1000)).expect("room");
+    for (name, why) in [
+        ("empty", "empty, and no ledger"),
+        ("text", "ledger"),
+        (".", "folder exists"),
+        ("no/such/folder/l.db", "folder exists"),
+    ] {
+        let path = at(name);
+        let before = std::fs::read(&path).ok();
+        let mut command = featurestore(&["pipeline", "--hidden", "8", "--samples", "2"]);
+        command.args(["--ledger", &path]).env("TMPDIR", folder.path());
+        let ended = Process::start(command).end(STEP);
+        assert_eq!(ended.status.code(), Some(1), "{name}: {}", ended.stderr);
+        assert!(ended.stderr.contains(why) && ended.stderr.contains(&path), "{}", ended.stderr);
+        assert!(!ended.stderr.contains("transport      available"), "no trainer was asked");
+        assert!(!ended.stderr.contains("trainer"), "{}", ended.stderr);
+        assert_eq!(std::fs::read(&path).ok(), before, "{name} is left as it was");
+    }
+    let left = std::fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(left, 2, "nothing else is made");
+}
+
 /// Both servers together never go beyond the rate, and are kept busy at it.
 #[test]
 fn limited_servers_are_kept_busy_and_no_faster() {

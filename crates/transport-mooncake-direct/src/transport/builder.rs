@@ -300,6 +300,8 @@ impl DirectTransportBuilder {
             staging: self.staging,
             pool: self.pool,
             client: control.client.clone(),
+            // Only what is mapped can be seen while it is freed.
+            by_name: (self.engine == Some(Engine::Shm)).then(|| Publishers::stranger(&control)),
             publishers: Publishers::new(control, mark),
             uses: Arc::<Uses>::default(),
             transfers: Transfers::default(),

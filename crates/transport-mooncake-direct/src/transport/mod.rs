@@ -81,6 +81,7 @@ struct Inner {
     pool: Option<RegionPool>,
     client: ClientId,
     publishers: Publishers,
+    by_name: Option<Publishers>, // frees of samples whose life is not known, where memory is mapped
     uses: Arc<Uses>,
     transfers: Transfers,
     transfer_delay: Duration,
@@ -355,6 +356,9 @@ impl Inner {
             Some(EngineState::Shm) | None => {}
         }
         self.publishers.add_to(&mut health);
+        if let Some(publishers) = &self.by_name {
+            publishers.add_to(&mut health);
+        }
         health.host_payload_bytes += self.host_bytes.load(Ordering::Relaxed);
         health.device_payload_bytes += self.device_bytes.load(Ordering::Relaxed);
         health.quarantined_bytes += self.transfers.quarantined();
@@ -380,6 +384,9 @@ fn close(inner: &Inner, jobs: &Workers, sink: Option<&CaptureSink>) {
         jobs.close(Duration::from_secs(1));
     }
     if first {
+        if let Some(publishers) = &inner.by_name {
+            publishers.close(FLUSH_BOUND); // before mappings end, and with them what was freed
+        }
         inner.publishers.close(FLUSH_BOUND);
         match &inner.engine {
             Some(EngineState::Tcp(engine)) => engine.close(),

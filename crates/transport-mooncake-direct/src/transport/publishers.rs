@@ -73,6 +73,14 @@ impl Publishers {
         Self { options, mark, names: Arc::default(), known: RwLock::default() }
     }
 
+    /// The same publishers, spoken to as somebody who maps nothing and holds nothing: what such a
+    /// client frees stays for as long as others hold it.
+    pub(super) fn stranger(options: &ControlOptions) -> Self {
+        let mut options = options.clone();
+        (options.client, options.mapping) = (ClientId::random(), None);
+        Self::new(options, MapMark::random())
+    }
+
     pub(super) fn client_id(&self) -> &ClientId {
         &self.options.client
     }

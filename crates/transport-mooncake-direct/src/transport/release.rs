@@ -7,8 +7,8 @@ use transport_core::{
 };
 
 use super::{
-    EngineState, Inner,
-    request::{arena_of, check_lives},
+    Inner,
+    request::{arena_of, tells_life},
     uses::{Deferral, Ending},
 };
 use crate::{FreeTicket, transport::publishers::Publisher};
@@ -24,25 +24,35 @@ pub struct PendingRelease {
     error: Option<Error>,
 }
 
+/// Samples of one life of one publisher.
+struct Group {
+    publisher: Arc<Publisher>,
+    control: SessionName,
+    epoch: Option<Epoch>,
+    by_name: bool,
+    samples: Vec<Arc<Descriptor>>,
+}
+
 impl Inner {
     /// Groups samples by publisher and life, and hands them to the control connections.
     pub(super) fn release(&self, releases: Vec<Release>) -> Result<PendingRelease> {
         // All or nothing as far as it can be seen beforehand.
-        let shm = matches!(self.engine, Some(EngineState::Shm));
         for release in &releases {
             arena_of(&release.descriptor)?;
-            if shm {
-                check_lives("release", &release.descriptor)?;
-            }
         }
-        let mut groups: Vec<(Arc<Publisher>, SessionName, Vec<Arc<Descriptor>>)> = Vec::new();
+        let mut groups: Vec<Group> = Vec::new();
         let mut pending =
             PendingRelease { tickets: Vec::new(), report: ReleaseReport::default(), error: None };
         let mut last = 0; // neighbours mostly belong together
         for Release { descriptor } in releases {
             let arena = place(&descriptor);
-            let belongs = |(_, control, samples): &(_, SessionName, Vec<Arc<Descriptor>>)| {
-                *control == arena.control && place(&samples[0]).epoch == arena.epoch
+            // A free that does not say which life it means, sent by who looks at the sample, would
+            // end the hold that keeps it still: another client says it.
+            let by_name = self.by_name.as_ref().filter(|_| !tells_life(&descriptor));
+            let belongs = |group: &Group| {
+                group.control == arena.control
+                    && group.epoch == arena.epoch
+                    && group.by_name == by_name.is_some()
             };
             let at = match groups.get(last).is_some_and(belongs) {
                 true => Some(last),
@@ -51,30 +61,32 @@ impl Inner {
             match at {
                 Some(at) => {
                     last = at;
-                    groups[at].2.push(descriptor);
+                    groups[at].samples.push(descriptor);
                 }
                 None => {
-                    let control = arena.control.clone();
-                    let publisher = self.publishers.get(&control)?;
-                    if let Some(epoch) = arena.epoch {
-                        publisher.check_name(epoch)?;
+                    let (control, epoch) = (arena.control.clone(), arena.epoch);
+                    if let Some(epoch) = epoch {
+                        self.publishers.get(&control)?.check_name(epoch)?;
                     }
+                    let publisher = by_name.unwrap_or(&self.publishers).get(&control)?;
+                    let (by_name, samples) = (by_name.is_some(), vec![descriptor]);
                     last = groups.len();
-                    groups.push((publisher, control, vec![descriptor]));
+                    groups.push(Group { publisher, control, epoch, by_name, samples });
                 }
             }
         }
-        for (publisher, _, samples) in groups {
-            let epoch = place(&samples[0]).epoch;
-            let life = epoch.map(|epoch| publisher.life_called(epoch));
+        for Group { publisher, epoch, by_name, samples, .. } in groups {
+            let life = epoch.filter(|_| !by_name).map(|epoch| publisher.life_called(epoch));
             // Under the lock until it is sent, so that a claim made meanwhile comes after it.
             let mut claims = life.as_ref().map(|life| life.claims.lock());
             if let Some(claims) = &mut claims {
                 claims.release(samples.iter().flat_map(|sample| seqs(sample)));
             }
             let samples = match epoch {
-                Some(epoch) => self.not_in_use(samples, &publisher, epoch, &mut pending.report),
-                None => samples,
+                Some(epoch) if !by_name => {
+                    self.not_in_use(samples, &publisher, epoch, &mut pending.report)
+                }
+                _ => samples,
             };
             if samples.is_empty() {
                 continue;

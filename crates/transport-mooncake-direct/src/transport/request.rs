@@ -265,6 +265,12 @@ pub(super) fn arena_of(descriptor: &Descriptor) -> Result<&ArenaLocation> {
         .remedy("use the transport that the sample was published for"))
 }
 
+/// Whether a descriptor says which life of its sample it is about.
+pub(super) fn tells_life(descriptor: &Descriptor) -> bool {
+    arena_of(descriptor).is_ok_and(|arena| arena.epoch.is_some())
+        && descriptor.features.values().all(|feature| feature.seq.is_some())
+}
+
 /// Refuses samples that cannot be held for certain: while their memory is looked at, whoever
 /// publishes it must know which life is meant.
 pub(super) fn check_lives(operation: &'static str, descriptor: &Descriptor) -> Result<()> {
