@@ -18,12 +18,12 @@
 //! | D12 | a store that lacks a call | `d12_a_library_without_a_function_that_is_needed_is_refused_by_its_name` |
 //! | D13 | short reads, other generations | `d13_a_short_read_and_another_generation_are_never_data` |
 //! | D14 | the channel | `d14_a_partial_trailing_line_is_not_parsed_and_a_restart_cuts_it_off`, `d14_a_partial_write_publishes_the_complete_prefix_only`, `d14_lines_stay_published_when_fsync_fails`, `d14_the_quantum_is_claimed_once_and_does_not_change_on_resume`, `d14_failure_wins_over_closed_and_closing_drains_everything` |
-//! | D15 | windows, duplicates, tails, resumes | `d15_windows_are_whole_and_equal_and_duplicates_go_out_once`, `d15_a_resume_skips_the_trained_and_hands_the_rest_to_another_number_of_ranks`, `d15_the_settled_count_is_repaired_after_a_crash_between_commit_and_settling` |
+//! | D15 | windows, duplicates, tails, resumes | `d15_windows_are_whole_and_equal_and_duplicates_go_out_once`, `d15_a_resume_skips_the_trained_and_hands_the_rest_to_another_number_of_ranks`, `d15_the_settled_count_is_repaired_after_a_crash_between_commit_and_settling`, `d15_a_producer_that_is_silent_for_too_long_is_an_error`, `a_rank_that_dies_fails_the_call_on_all_others_soon` |
 //! | D16 | ranks acknowledge together | `d16_the_union_is_recorded_once_and_each_rank_frees_its_own`, `d16_a_cleanup_failure_on_one_rank_reaches_all_after_the_step_is_durable` |
 //! | D17 | what cannot be resumed | `d17_what_cannot_be_resumed_is_refused` |
 //! | D18 | several servers, dead servers, the hard cap | `d18_two_servers_are_disjoint_complete_and_in_order_and_one_may_die`, `d18_all_servers_dead_is_an_error_that_fails_the_channel`, `d18_three_failures_in_a_row_drop_a_server_and_none_left_is_an_error`, `d18_the_hard_cap_frees_what_it_refuses`, `d18_a_poisoned_prompt_is_terminal_and_the_others_are_published` |
 //! | D19 | consumed targets, resets, looks: ours is a file, not an HTTP inbox | `d19_settling_is_absolute_whoever_repeats_it_and_looking_takes_nothing`, `d19_a_connection_that_is_reset_is_made_again` |
-//! | D20 | the loader | `d20_closing_gives_back_what_was_never_returned_and_leaves_no_lease`, `d20_closing_is_bounded_when_a_reading_stalls` |
+//! | D20 | the loader | `d20_closing_gives_back_what_was_never_returned_and_leaves_no_lease`, `d20_closing_is_bounded_when_a_reading_stalls`, `a_failed_or_dropped_reading_leaves_no_lease` |
 //! | D21 | the words of errors; `registration failed` has no counterpart, as no device memory is registered with a store | `d21_no_room_within_the_deadline_says_who_is_in_the_way`, `d21_a_cpu_tensor_needs_cuda_captures`, `d21_only_the_capture_server_writes`, `d21_refusals_have_the_words_that_people_search_for` |
 //! | D22 | a clash leaves the old object alone | `d22_an_existing_key_is_refused_unless_it_is_replaced` |
 //! | D23 | the reference publication | `d23_the_reference_publication` |

@@ -15,7 +15,7 @@ use transport_core::{
     Fetched, Generation, Publication, PublishOptions, Ready, RegionSlice, Release, Result,
     SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
 };
-use transport_mooncake_store::{StoreConfig, StoreTransport};
+use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
 
 const FEATURES: [&str; 2] = ["hidden_states", "input_ids"];
 /// How long a lease keeps an object, on the clock of the test.
@@ -134,6 +134,39 @@ impl Bed {
 
     async fn release(&self, sample: &Arc<Descriptor>) -> transport_core::ReleaseReport {
         self.transport.release(vec![Release::from(sample.clone())]).await.unwrap()
+    }
+}
+
+/// What a producer does after a restart with captures whose answers it never got: it knows names and
+/// no sizes, and says once that all tensors are small and once that all are large.
+#[tokio::test]
+async fn samples_of_which_only_names_are_known_are_freed_whatever_shares_an_object() {
+    for layout in [Layout::PerTensor, Layout::Grouped { below: ByteSize::new(1024).unwrap() }] {
+        let cluster = Cluster::new();
+        let start = || {
+            let config = StoreConfig::default().pool(ByteSize::mib(1), ByteSize::mib(1));
+            StoreTransport::start(cluster.client(), config.layout(layout)).unwrap()
+        };
+        let (publisher, restarted) = (start(), start());
+        let sizes = [("small", 8), ("smaller", 3), ("large", 5000)];
+        let tensor = |&(name, len): &(&str, usize)| {
+            let meta = TensorMeta::new(Dtype::Uint8, [len as u64]).unwrap();
+            let tensor = Tensor::new(meta, RegionSlice::copy_of(&vec![7; len])).unwrap();
+            (FeatureName::new(name).unwrap(), tensor)
+        };
+        let tensors = sizes.iter().map(tensor).collect();
+        let batch = vec![Publication::new(key("a", 1), tensors, Ready::Now)];
+        let described = publisher.publish(batch, PublishOptions::default()).await.unwrap();
+        assert!(!cluster.keys().is_empty());
+        for bytes in [1, 1 << 40] {
+            let mut named = described[0].clone();
+            for feature in named.features.values_mut() {
+                feature.meta = TensorMeta::new(Dtype::Uint8, [bytes]).unwrap();
+                feature.seq = None;
+            }
+            restarted.release(vec![Release::from(Arc::new(named))]).await.unwrap();
+        }
+        assert!(cluster.keys().is_empty(), "{layout:?} leaves {:?}", cluster.keys());
     }
 }
 

@@ -1,6 +1,9 @@
 //! Rank 0's part: the only reader of the channel and the only owner of the ledger.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::{
+    collections::{HashMap, HashSet, VecDeque},
+    time::{Duration, Instant},
+};
 
 use control_proto::sample_ref::SampleRef;
 use transport_core::{Error, ErrorKind, Result, SampleId};
@@ -57,6 +60,8 @@ pub struct Authority {
     settled: u64,
     ended: bool,
     lost: HashMap<SampleId, u32>, // publications that were lost before a restart, not read yet
+    patience: Option<Duration>,
+    unheard: Option<Instant>, // since when nothing was published while nothing is trained either
     stats: AuthorityStats,
 }
 
@@ -117,12 +122,23 @@ impl Authority {
             settled: 0,
             ended: false,
             lost,
+            patience: None,
+            unheard: None,
             stats: AuthorityStats::default(),
         };
         // Everything that was published before, before anything is handed out again.
         while authority.read()? > 0 {}
         authority.stats.requeued = authority.waiting.len() as u64;
         Ok(authority)
+    }
+
+    /// Makes [`poll`](Self::poll) fail once nothing was published for longer than `most`, while nothing
+    /// that was handed out is still to be acknowledged: a producer that died says nothing. By default
+    /// it waits for ever.
+    #[must_use]
+    pub fn patience(mut self, most: Duration) -> Self {
+        self.patience = Some(most);
+        self
     }
 
     /// Trained samples whose memory may not be free since a crash: free them, then tell
@@ -142,15 +158,33 @@ impl Authority {
 
     /// The next whole window, if enough is published; every rank gets as many as every other.
     /// Everything in it is durably in flight.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] for a producer that is silent beyond the [`patience`](Self::patience).
     pub fn poll(&mut self) -> Result<Option<Window>> {
         let quantum = self.ranks * self.per_rank;
-        if self.waiting.len() < quantum {
-            self.read()?;
+        let heard = self.waiting.len() < quantum && self.read()? > 0;
+        if self.waiting.len() >= quantum {
+            self.unheard = None;
+            return Ok(Some(self.hand_out(quantum)));
         }
-        if self.waiting.len() < quantum {
+        if heard || self.ended || !self.idle() {
+            self.unheard = None; // while steps are trained the producer may have to wait for them
             return Ok(None);
         }
-        Ok(Some(self.hand_out(quantum)))
+        let silent = self.unheard.get_or_insert_with(Instant::now).elapsed();
+        match self.patience.filter(|most| silent > *most) {
+            None => Ok(None),
+            Some(most) => Err(Error::new(
+                ErrorKind::Timeout,
+                "wait for samples",
+                "the producer has published nothing",
+            )
+            .with("for", format_args!("{most:?}"))
+            .with("waiting", self.waiting.len())
+            .with("window", quantum)
+            .remedy("see whether the producer and its servers live; then resume")),
+        }
     }
 
     fn hand_out(&mut self, samples: usize) -> Window {

@@ -112,6 +112,34 @@ fn d15_windows_are_whole_and_equal_and_duplicates_go_out_once() {
 }
 
 #[test]
+fn d15_a_producer_that_is_silent_for_too_long_is_an_error() {
+    const MOST: Duration = Duration::from_millis(50);
+    let mut run = Run::new();
+    let (_, samples) = run.samples();
+    let authority = run.authority(1, 2, Resume::Fresh).unwrap().patience(MOST);
+    let authority = Arc::new(Mutex::new(authority));
+    let handle = run.runtime.handle().clone();
+    let mut ack =
+        Acknowledger::new(Group::alone("run"), samples.clone(), Some(authority.clone()), handle)
+            .unwrap();
+    let poll = || authority.lock().poll();
+    run.publish(0..3);
+    let window = poll().unwrap().unwrap().remove(0);
+    for _ in 0..3 {
+        assert!(poll().unwrap().is_none(), "it may wait for what is being trained");
+        std::thread::sleep(2 * MOST);
+    }
+    ack.acknowledge(&Step::new(1, run.train(&samples, &window))).unwrap();
+    assert!(poll().unwrap().is_none(), "it counts from now on");
+    std::thread::sleep(2 * MOST);
+    let error = poll().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert_eq!((error.context("waiting"), error.context("window")), (Some("1"), Some("2")));
+    run.publish(3..4);
+    assert_eq!(poll().unwrap().unwrap()[0].len(), 2, "late, and still welcome");
+}
+
+#[test]
 fn d15_a_resume_skips_the_trained_and_hands_the_rest_to_another_number_of_ranks() {
     let mut run = Run::new();
     run.publish(0..8);

@@ -126,8 +126,9 @@ fn producer(
     let mut urls = Vec::new();
     for server in servers {
         let url = format!("http://{}", server.http);
-        if let Some(control) = &server.control {
-            endpoints.tell(&url, control.parse()?);
+        match &server.control {
+            Some(control) => endpoints.tell(&url, control.parse()?),
+            None => endpoints.tell_store(&url),
         }
         urls.push(url);
     }
@@ -276,8 +277,16 @@ impl Transport for Elsewhere {
         elsewhere("fetch")
     }
 
-    async fn release(&self, _: Vec<Release>) -> Result<ReleaseReport> {
-        elsewhere("release")
+    /// Only captures that were never answered come here. Their objects go with the memory of this
+    /// run's servers, but for what the store has put into that of others.
+    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+        let samples: Vec<_> = releases.iter().map(|r| r.descriptor.sample.to_string()).collect();
+        elsewhere("release").map_err(|error: Error| {
+            error.with("never_answered", samples.join(", ")).remedy(
+                "where the store outlives this run, remove the objects of these samples: their \
+                 keys begin with these names",
+            )
+        })
     }
 
     async fn health(&self) -> Result<Health> {
@@ -324,5 +333,29 @@ pub(super) fn remove(folder: &Path) {
             }
             _ => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use transport_core::{Generation, SampleKey};
+
+    use super::*;
+
+    /// What nobody here can free is said by its name, and is not forgotten.
+    #[tokio::test]
+    async fn captures_into_a_store_that_were_never_answered_are_told_by_name() {
+        let info = TransportInfo::new("store", "frees nothing here", Capabilities::default());
+        let transport: Arc<dyn Transport> = Arc::new(Elsewhere { info });
+        let endpoints = Arc::new(Endpoints::new(transport.clone(), Strategy::Dspark));
+        endpoints.tell_store("http://server:1/");
+        let samples = Samples::over(transport, Retention::default()).reclaiming(endpoints);
+        let id = SampleId::new("pipeline-42:task-7").unwrap();
+        let key = SampleKey::new(StoreId::new("pipeline-42").unwrap(), id, Generation(1));
+        samples.track("http://server:1", [&key]);
+        let error = samples.reclaim().await.unwrap_err();
+        assert_eq!(error.context("never_answered"), Some("pipeline-42/pipeline-42:task-7/g1"));
+        assert!(error.to_string().contains("remove the objects of these samples"), "{error}");
+        assert_eq!(samples.health().provisional, 1);
     }
 }

@@ -328,6 +328,12 @@ impl Endpoints {
         self.add(url, Location::Arena(arena));
     }
 
+    /// Tells that the server at `url` publishes to a store, which `transport` has joined, before it has
+    /// captured anything.
+    pub fn tell_store(&self, url: &str) {
+        self.add(url, Location::Store);
+    }
+
     pub(super) fn learn(&self, url: &str, descriptor: &Descriptor) {
         let mut location = descriptor.location.clone();
         if let Location::Arena(arena) = &mut location {
@@ -380,23 +386,35 @@ impl Reclaim for Endpoints {
         names.extend(self.strategy.last_hidden());
         names.extend(self.strategy.passthrough());
         for location in locations {
-            // Tensors without bytes need no address, and a free names only keys.
-            let empty = TensorMeta::new(Dtype::Uint8, [0])?;
-            let features = names
-                .iter()
-                .map(|name| {
-                    let feature = FeatureDescriptor::new(empty.clone(), None, None);
-                    Ok((FeatureName::new(name)?, feature))
-                })
-                .collect::<Result<_>>()?;
-            let descriptor = Descriptor::new(sample.clone(), features, None, location)?;
-            match self.transport.release(vec![Release::from(Arc::new(descriptor))]).await {
-                Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::Stale => {} // gone with that life
-                Err(error) => return Err(error.with("server", place)),
+            for &bytes in sizes(&location) {
+                let meta = TensorMeta::new(Dtype::Uint8, [bytes])?;
+                let features = names
+                    .iter()
+                    .map(|name| {
+                        let feature = FeatureDescriptor::new(meta.clone(), None, None);
+                        Ok((FeatureName::new(name)?, feature))
+                    })
+                    .collect::<Result<_>>()?;
+                let located = location.clone();
+                let descriptor = Descriptor::new(sample.clone(), features, None, located)?;
+                match self.transport.release(vec![Release::from(Arc::new(descriptor))]).await {
+                    Ok(_) => {}
+                    Err(error) if error.kind() == ErrorKind::Stale => {} // gone with that life
+                    Err(error) => return Err(error.with("server", place)),
+                }
             }
         }
         Ok(())
+    }
+}
+
+/// Sizes that tensors of which only the names are known are said to have, to be freed. In an arena a
+/// free names only keys, and tensors without bytes need no address. In a store a tensor without bytes
+/// has no object: it may have one of its own, or share one with others that are small.
+fn sizes(location: &Location) -> &'static [u64] {
+    match location {
+        Location::Store => &[1, 1 << 40],
+        _ => &[0],
     }
 }
 
@@ -407,4 +425,62 @@ pub(super) async fn blocking<T: Send + 'static>(
     spawn_blocking(work).await.map_err(|e| {
         Error::new(ErrorKind::Unexpected, "produce", "a worker thread panicked").source(e)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use transport_core::{
+        Capabilities, FetchOptions, FetchRequest, Fetched, Generation, Health, Publication,
+        PublishOptions, ReleaseReport, StoreId, TransportInfo,
+    };
+
+    use super::*;
+
+    /// Notes what is released.
+    #[derive(Debug)]
+    struct Notes(TransportInfo, Mutex<Vec<Arc<Descriptor>>>);
+
+    #[async_trait]
+    impl Transport for Notes {
+        fn info(&self) -> &TransportInfo {
+            &self.0
+        }
+        async fn publish(&self, _: Vec<Publication>, _: PublishOptions) -> Result<Vec<Descriptor>> {
+            unreachable!("nothing is published")
+        }
+        async fn fetch(&self, _: Vec<FetchRequest>, _: FetchOptions) -> Result<Vec<Fetched>> {
+            unreachable!("nothing is fetched")
+        }
+        async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+            self.1.lock().extend(releases.into_iter().map(|release| release.descriptor));
+            Ok(ReleaseReport::default())
+        }
+        async fn health(&self) -> Result<Health> {
+            Ok(Health::default())
+        }
+        async fn close(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A tensor without bytes has no object in a store: a free that says so frees nothing.
+    #[tokio::test]
+    async fn what_may_be_in_a_store_is_freed_as_small_and_as_large() {
+        let info = TransportInfo::new("store", "notes", Capabilities::default());
+        let notes = Arc::new(Notes(info, Mutex::default()));
+        let endpoints = Endpoints::new(notes.clone(), Strategy::Dspark);
+        let id = SampleId::new("a").unwrap();
+        let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
+        assert!(endpoints.reclaim("http://a", &key).await.is_err(), "nobody has told where");
+        endpoints.tell_store("http://a/");
+        endpoints.reclaim("http://a", &key).await.unwrap();
+        let released = notes.1.lock().clone();
+        let of = |descriptor: &Arc<Descriptor>| {
+            assert_eq!((&descriptor.sample, &descriptor.location), (&key, &Location::Store));
+            let sizes: Vec<u64> = descriptor.features.values().map(|f| f.meta.nbytes()).collect();
+            assert_eq!(sizes.len(), 4, "all that the strategy has");
+            sizes[0]
+        };
+        assert_eq!(released.iter().map(of).collect::<Vec<_>>(), [1, 1 << 40]);
+    }
 }
