@@ -195,6 +195,15 @@ impl Settings {
 
     fn table(&mut self, table: toml::Table) -> Result<()> {
         for (name, value) in table {
+            if value.is_table() {
+                let why = "settings have no tables";
+                return Err(Error::new(ErrorKind::ConfigInvalid, "read configuration", why)
+                    .with("found", format_args!("[{name}]"))
+                    .remedy(
+                        "write lines such as lease = \"30s\"; the file of a run is for \
+                         `featurestore plan` and `featurestore config check`",
+                    ));
+            }
             let known = find(&name)?;
             let text = match value {
                 toml::Value::String(text) => text,
@@ -447,6 +456,7 @@ mod tests {
             ("strict = \"maybe\"", &["neither true nor false"]),
             ("pool = 0", &["zero", "pool"]),
             ("x = [", &["read configuration"]),
+            ("[transport]\nbackend = \"tcp\"", &["[transport]", "featurestore plan"]),
         ] {
             let mut settings = Settings::new();
             let error = settings
