@@ -150,6 +150,44 @@ fn new_objects_are_told_from_old_ones_and_found_where_they_lie() {
     master.stop();
 }
 
+/// Name and niceness of every thread of this process.
+fn threads() -> Vec<(String, i32)> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    // One that has just ended has no status any more.
+    let status = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("stat")).ok();
+    tasks.filter_map(status).map(|text| parse_stat(&text)).collect()
+}
+
+fn parse_stat(text: &str) -> (String, i32) {
+    let (front, rest) = text.rsplit_once(')').unwrap();
+    let (_, name) = front.split_once('(').unwrap();
+    (name.to_owned(), rest.split_ascii_whitespace().nth(16).unwrap().parse().unwrap())
+}
+
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn threads_that_wait_step_aside_and_those_that_move_the_bytes_do_not() {
+    let (_, own) = parse_stat(&std::fs::read_to_string("/proc/thread-self/stat").unwrap());
+    let master = support::master();
+    let owner = store(master.address(), 64 * MIB);
+    let client = store(master.address(), 0);
+    // Long waits; also the first, in which a thread that Mooncake starts would be started.
+    let bytes = vec![5u8; 8 * MIB];
+    assert_eq!(put_new(&client, &["a"], &bytes), [Ok(())]);
+    let mut found = vec![0; 8 * MIB];
+    assert_eq!(get(&client, "a", &mut found), Ok(8 * MIB as u64));
+    let (waiting, others): (Vec<_>, Vec<_>) =
+        threads().into_iter().partition(|(name, _)| name.starts_with("mooncake-io-"));
+    assert!(!waiting.is_empty());
+    assert!(waiting.iter().all(|&(_, nice)| nice == (own + 10).min(19)), "{waiting:?}");
+    assert!(others.iter().any(|(name, _)| name.starts_with("mooncake-py-")), "{others:?}");
+    assert!(others.iter().all(|&(_, nice)| nice == own), "{others:?}");
+    for client in [client, owner] {
+        client.close().unwrap();
+    }
+    master.stop();
+}
+
 #[test]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 fn data_calls_give_up_the_interpreters_lock() {

@@ -9,8 +9,11 @@
 //!
 //! The process has one interpreter, run by a few threads of its own ([`WheelOptions::threads`]);
 //! callers hand them a job and wait. Addresses go in as numbers, no payload is copied, and the calls
-//! that move or register payload give up the interpreter's lock while they run. If the process runs
-//! Python already, that interpreter is used, provided that its version fits.
+//! that move or register payload give up the interpreter's lock while they run. Those that move much
+//! wait on threads of a lower priority, as many again: Mooncake spins while it waits, and would take
+//! the core that its own threads need to move the bytes. If the process runs Python already, that
+//! interpreter is used, provided that its version fits, and all threads are alike: those of its own
+//! must not wait for the lock while a thread of a lower priority holds it.
 //!
 //! Both generations of the wheel are served: 0.3.13, where `mooncake.store` is an extension module,
 //! and 0.3.14, where it is a package.

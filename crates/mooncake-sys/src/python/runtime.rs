@@ -36,6 +36,10 @@ const START: &str = "start Python";
 /// Python's own state cannot be taken down and set up again.
 static INTERPRETER: Mutex<Option<Interpreter>> = Mutex::new(None);
 
+/// Niceness of the threads whose jobs wait inside Mooncake, which spins: where cores are short they
+/// leave them to Mooncake's own threads, which move the bytes.
+const WAITING: i32 = 10;
+
 /// What the threads of the interpreter do.
 enum Job {
     Owned(Box<dyn FnOnce(Gil<'_>) + Send>),
@@ -127,6 +131,8 @@ pub struct Interpreter {
 
 struct Shared {
     jobs: Sender<Job>,
+    /// Jobs for threads that step aside: the same as `jobs` where this process ran Python already.
+    waits: Sender<Job>,
     wheel: Wheel,
     library: PathBuf,
     threads: usize,
@@ -161,20 +167,29 @@ impl Interpreter {
     fn start_anew(wheel: Wheel, threads: usize) -> Result<Self> {
         let (table, library) = open_python(&wheel)?;
         let table: &'static PythonTable = Box::leak(Box::new(table));
-        let (jobs, queue) = unbounded::<Job>();
-        let (ready, started) = bounded(1);
-        for i in 0..threads {
-            let (queue, ready, wheel) = (queue.clone(), ready.clone(), wheel.clone());
-            thread::Builder::new()
-                .name(format!("mooncake-py-{i}"))
-                .spawn(move || interpreter_thread(table, &wheel, &queue, &ready))
-                .map_err(|e| Error::io(START, e))?;
-            // One after the other: the first starts the interpreter.
-            started.recv().map_err(|_| {
-                Error::new(ErrorKind::Unexpected, START, "the thread of the interpreter ended")
-            })??;
-        }
-        let shared = Shared { jobs, wheel, library, threads };
+        // SAFETY: takes nothing, may be called at any time.
+        let is_own = unsafe { (table.is_initialized)() } == 0;
+        let start = |names: &'static str, niceness| {
+            let (jobs, queue) = unbounded::<Job>();
+            let (ready, started) = bounded(1);
+            for i in 0..threads {
+                let (queue, ready, wheel) = (queue.clone(), ready.clone(), wheel.clone());
+                thread::Builder::new()
+                    .name(format!("{names}-{i}"))
+                    .spawn(move || interpreter_thread(table, &wheel, niceness, &queue, &ready))
+                    .map_err(|e| Error::io(START, e))?;
+                // One after the other: the first starts the interpreter.
+                started.recv().map_err(|_| {
+                    Error::new(ErrorKind::Unexpected, START, "the thread of the interpreter ended")
+                })??;
+            }
+            Ok::<_, Error>(jobs)
+        };
+        let jobs = start("mooncake-py", 0)?;
+        // Threads of Python's own must not wait for its lock while a thread with less right to run
+        // holds it.
+        let waits = if is_own { start("mooncake-io", WAITING)? } else { jobs.clone() };
+        let shared = Shared { jobs, waits, wheel, library, threads };
         tracing::info!(
             libpython = %shared.library.display(),
             packages = %shared.wheel.packages.display(),
@@ -216,12 +231,28 @@ impl Interpreter {
 
     /// Runs a job with the lock held and waits for it, however long it takes.
     pub(super) fn run<T: Send>(&self, job: impl FnOnce(Gil<'_>) -> Result<T> + Send) -> Result<T> {
+        Self::run_on(&self.shared.jobs, job)
+    }
+
+    /// Runs a job as [`Self::run`] does, on a thread that steps aside for others: one that waits in
+    /// Mooncake for much longer than it works.
+    pub(super) fn run_waiting<T: Send>(
+        &self,
+        job: impl FnOnce(Gil<'_>) -> Result<T> + Send,
+    ) -> Result<T> {
+        Self::run_on(&self.shared.waits, job)
+    }
+
+    fn run_on<T: Send>(
+        jobs: &Sender<Job>,
+        job: impl FnOnce(Gil<'_>) -> Result<T> + Send,
+    ) -> Result<T> {
         let (done, ended) = bounded(1);
         let mut slot = Slot { job: Some(job), result: None };
         // SAFETY: the slot stays where it is and is not touched before the wait below is over. If
         // the job cannot be handed over it is dropped, and with it `done`.
         let lent = unsafe { slot.lend(done) };
-        let handed = self.hand_over(Job::Lent(lent));
+        let handed = hand_over(jobs, Job::Lent(lent));
         let _ = ended.recv(); // or it was dropped
         handed?;
         unpack(slot.result)
@@ -235,22 +266,23 @@ impl Interpreter {
         let (reply, answer) = bounded(1);
         let state = Arc::new(AtomicU8::new(IN_LINE));
         let at_start = state.clone();
-        self.hand_over(Job::Owned(Box::new(move |gil| {
+        let owned = Job::Owned(Box::new(move |gil| {
             let order = (Ordering::AcqRel, Ordering::Acquire);
             if at_start.compare_exchange(IN_LINE, STARTED, order.0, order.1).is_err() {
                 return;
             }
             let result = catch_unwind(AssertUnwindSafe(|| job(gil)));
             drop(reply.send(result)); // perhaps nobody waits any more
-        })))?;
+        }));
+        hand_over(&self.shared.jobs, owned)?;
         Ok(Answer { answer, state })
     }
+}
 
-    fn hand_over(&self, job: Job) -> Result<()> {
-        self.shared.jobs.send(job).map_err(|_| {
-            Error::new(ErrorKind::Closed, "call Python", "the interpreter's threads ended")
-        })
-    }
+fn hand_over(jobs: &Sender<Job>, job: Job) -> Result<()> {
+    jobs.send(job).map_err(|_| {
+        Error::new(ErrorKind::Closed, "call Python", "the interpreter's threads ended")
+    })
 }
 
 fn unpack<T>(answer: Option<thread::Result<Result<T>>>) -> Result<T> {
@@ -309,6 +341,7 @@ fn open_python(wheel: &Wheel) -> Result<(PythonTable, PathBuf)> {
 fn interpreter_thread(
     table: &'static PythonTable,
     wheel: &Wheel,
+    niceness: i32,
     queue: &Receiver<Job>,
     ready: &Sender<Result<()>>,
 ) {
@@ -326,6 +359,11 @@ fn interpreter_thread(
     // SAFETY: both ways above leave this thread with the lock.
     let gil = unsafe { Gil::assume(table) };
     let prepared = prepare(table, wheel, gil);
+    if niceness != 0
+        && let Err(error) = rustix::process::nice(niceness)
+    {
+        tracing::debug!(%error, "threads that wait run like all others");
+    }
     let failed = prepared.is_err();
     drop(ready.send(prepared)); // the starter waits for it
     // SAFETY: this thread holds the lock and lets go of it; what comes back is its state.

@@ -16,6 +16,8 @@ use crate::{
 };
 
 const CLOSE_PATIENCE: Duration = Duration::from_secs(40);
+/// Payload from which a call waits in Mooncake for much longer than it works.
+const LONG_WAIT: u64 = 4 << 20;
 
 /// A store client of the wheel.
 #[derive(Debug)]
@@ -80,13 +82,26 @@ impl WheelStore {
         operation: &'static str,
         call: impl FnOnce(Gil<'_>, &Object<'_>) -> Result<T> + Send,
     ) -> Result<T> {
+        self.call_moving(0, operation, call)
+    }
+
+    /// Runs a call that moves so many bytes.
+    fn call_moving<T: Send>(
+        &self,
+        bytes: u64,
+        operation: &'static str,
+        call: impl FnOnce(Gil<'_>, &Object<'_>) -> Result<T> + Send,
+    ) -> Result<T> {
         let client: RwLockReadGuard<'_, Option<Parked>> = self.client.read();
         let Some(parked) = &*client else {
             return Err(Error::new(ErrorKind::Closed, operation, "the store client was closed"));
         };
-        self.interpreter
-            .run(|gil| call(gil, &Object::of(parked, gil)))
-            .map_err(|e| e.with("call", operation))
+        let job = |gil: Gil<'_>| call(gil, &Object::of(parked, gil));
+        let result = match bytes >= LONG_WAIT {
+            true => self.interpreter.run_waiting(job),
+            false => self.interpreter.run(job),
+        };
+        result.map_err(|e| e.with("call", operation))
     }
 }
 
@@ -255,8 +270,9 @@ impl StoreApi for WheelStore {
         if items.is_empty() {
             return Ok(Vec::new());
         }
+        let bytes = items.iter().map(|item| item.len as u64).sum();
         let items = Addresses(items);
-        self.call("put", move |gil, client| {
+        self.call_moving(bytes, "put", move |gil, client| {
             let items = items.items();
             let config = replicate_config(gil, policy)?;
             let arguments = [
@@ -287,8 +303,9 @@ impl StoreApi for WheelStore {
             )
             .remedy("install a newer wheel, and add no object memory in this process"));
         }
+        let bytes = items.iter().map(|item| item.len as u64).sum();
         let items = Addresses(items);
-        self.call("put", move |gil, client| {
+        self.call_moving(bytes, "put", move |gil, client| {
             let items = items.items();
             let config = replicate_config(gil, policy)?;
             let arguments = [
@@ -309,8 +326,9 @@ impl StoreApi for WheelStore {
         if items.is_empty() {
             return Ok(Vec::new());
         }
+        let bytes = items.iter().map(|item| item.len as u64).sum();
         let items = Addresses(items);
-        self.call("get", move |_, client| {
+        self.call_moving(bytes, "get", move |_, client| {
             let items = items.items();
             let arguments = [
                 A::Texts(&mut items.iter().map(|i| i.key)),
