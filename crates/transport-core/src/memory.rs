@@ -69,6 +69,18 @@ impl Span {
     fn keeping(self, also: Owner) -> Self {
         Self { _owner: Arc::new((self._owner, also)), ..self } // fields drop in this order
     }
+
+    fn join(self, next: Self) -> std::result::Result<Self, (Self, Self)> {
+        let is_next = self.kind == next.kind
+            && self.kind != RegionKind::Unwritten
+            && Arc::ptr_eq(&self._owner, &next._owner)
+            && (self.start.as_ptr() as usize).checked_add(self.len)
+                == Some(next.start.as_ptr() as usize);
+        match self.len.checked_add(next.len).filter(|_| is_next) {
+            Some(len) => Ok(Self { len, ..self }),
+            None => Err((self, next)),
+        }
+    }
 }
 
 // SAFETY: a span is an address, a length and an owner that is itself Send and Sync. Which accesses
@@ -187,6 +199,12 @@ impl RegionMut {
         let second = unsafe { self.0.start.add(mid) };
         let tail = Span { start: second, len: rest, ..self.0.clone() };
         Some((Self(Span { len: mid, ..self.0 }), Self(tail)))
+    }
+
+    /// Puts two regions together that [`Self::split_at`] cut from one. Gives `self` and `next` back
+    /// if they do not lie like that.
+    pub fn join(self, next: Self) -> std::result::Result<Self, (Self, Self)> {
+        self.0.join(next.0).map(Self).map_err(|(own, next)| (Self(own), Self(next)))
     }
 
     /// Keeps the first `len` bytes and lets go of the rest; `None` if it is shorter.
@@ -346,16 +364,7 @@ impl RegionSlice {
     /// Puts two slices together that were cut from one: the same owner, end to end. Gives `self`
     /// and `next` back if they do not lie like that.
     pub fn join(self, next: Self) -> std::result::Result<Self, (Self, Self)> {
-        let (own, other) = (&self.0, &next.0);
-        let is_next = own.kind == other.kind
-            && own.kind != RegionKind::Unwritten
-            && Arc::ptr_eq(&own._owner, &other._owner)
-            && (own.start.as_ptr() as usize).checked_add(own.len)
-                == Some(other.start.as_ptr() as usize);
-        match own.len.checked_add(other.len).filter(|_| is_next) {
-            Some(len) => Ok(Self(Span { len, ..self.0 })),
-            None => Err((self, next)),
-        }
+        self.0.join(next.0).map(Self).map_err(|(own, next)| (Self(own), Self(next)))
     }
 
     /// The bytes in `range`; `None` if it does not lie inside.

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    ops::Range,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -10,13 +11,13 @@ use indexmap::IndexMap;
 use mooncake_sys::StoreCode;
 use transport_core::{
     Descriptor, Destination, Error, ErrorKind, FeatureName, FetchRequest, Fetched, Location,
-    RegionMut, RegionSlice, Result, Tensor,
+    RegionMut, RegionSlice, Result, Tensor, TensorMeta,
 };
 
 use crate::{
     io,
-    layout::{Place, Plan},
-    native::Found,
+    layout::{Object, Place, Plan},
+    native::{Found, Wish},
     transport::Shared,
     workers::Flight,
 };
@@ -24,10 +25,44 @@ use crate::{
 /// One object on its way.
 struct Read {
     key: Arc<str>,
-    len: usize,
-    region: Option<RegionMut>, // being filled; from the pool once it is needed
-    is_callers: bool,          // the region must come back as it is
+    len: usize,                      // of the object
+    ranges: Option<Vec<Range<u64>>>, // of it that are wanted; all of it if none
+    region: Option<RegionMut>,       // being filled; from the pool once it is needed
+    is_callers: bool,                // the region must come back as it is
+    /// Where the ranges go, while `region` takes all of the object.
+    aside: Option<RegionMut>,
     bytes: Option<RegionSlice>,
+}
+
+impl Read {
+    /// Bytes that are wanted.
+    fn wanted(&self) -> usize {
+        let ranges = self.ranges.as_ref();
+        ranges.map_or(self.len, |ranges| ranges.iter().map(|r| (r.end - r.start) as usize).sum())
+    }
+
+    /// The region has not been filled: it is used again, or what it stood in for.
+    fn try_again(&mut self, region: RegionMut) {
+        self.region = self.aside.take().or(Some(region));
+    }
+
+    /// The region holds what was asked for; gives the bytes that were copied out of it.
+    fn is_filled(&mut self, mut region: RegionMut) -> u64 {
+        let (Some(mut own), Some(ranges)) = (self.aside.take(), &self.ranges) else {
+            self.bytes = Some(region.freeze());
+            return 0;
+        };
+        let from = region.as_mut_bytes().expect("the pool is host memory");
+        let mut rest = own.as_mut_bytes().expect("checked to be host memory");
+        for range in ranges {
+            let from = &from[range.start as usize..range.end as usize];
+            let (to, tail) = rest.split_at_mut(from.len());
+            to.copy_from_slice(from);
+            rest = tail;
+        }
+        self.bytes = Some(own.freeze());
+        self.wanted() as u64
+    }
 }
 
 /// One request on its way.
@@ -41,12 +76,13 @@ struct Part {
     index: usize, // in the descriptor
     place: Place, // `object` counts over all requests
     own: Option<RegionMut>,
+    ranged: Option<TensorMeta>, // what ranges of it are together
 }
 
-/// Refuses what can never be fetched, before any byte moves.
-pub(crate) fn check(requests: &[FetchRequest]) -> Result<()> {
+/// Refuses what can never be fetched, before any byte moves. `ranges` of tensors may be read.
+pub(crate) fn check(requests: &[FetchRequest], ranges: bool) -> Result<()> {
     for request in requests {
-        request.ranged(false)?;
+        let ranged = request.ranged(ranges)?;
         let FetchRequest { descriptor, names, destination, .. } = request;
         let fail = |kind, why: &'static str| {
             Err(Error::new(kind, "fetch", why).with("key", &descriptor.sample))
@@ -78,7 +114,8 @@ pub(crate) fn check(requests: &[FetchRequest]) -> Result<()> {
                             "the store transport fills host memory only",
                         );
                     }
-                    if region.len() as u64 != meta.nbytes() {
+                    let expected = ranged.as_ref().unwrap_or(meta).nbytes();
+                    if region.len() as u64 != expected {
                         let error = Error::new(
                             ErrorKind::InvalidInput,
                             "fetch",
@@ -86,7 +123,7 @@ pub(crate) fn check(requests: &[FetchRequest]) -> Result<()> {
                         );
                         return Err(error
                             .with("key", descriptor.sample.object(name))
-                            .with("expected", meta.nbytes())
+                            .with("expected", expected)
                             .with("found", region.len()));
                     }
                 }
@@ -137,7 +174,7 @@ pub(crate) fn run(
         requests.into_iter().map(|r| plan(shared, r, &mut planned)).collect::<Result<_>>()?;
     let mut reads = planned.reads;
     read_all(shared, flight, &mut reads)?;
-    let bytes = reads.iter().map(|r| r.len as u64).sum();
+    let bytes = reads.iter().map(|r| r.wanted() as u64).sum();
     shared.ledger.host_bytes.fetch_add(bytes, Ordering::Relaxed);
     Ok(wanted.into_iter().map(|w| assemble(shared, w, &reads)).collect())
 }
@@ -172,16 +209,45 @@ impl Planned {
             .with("expected", self.reads[i].len)
             .with("found", len));
         }
-        let region = own();
-        let is_callers = region.is_some();
-        self.reads.push(Read { key: key.clone(), len, region, is_callers, bytes: None });
-        self.by_key.insert(key.clone(), self.reads.len() - 1);
-        Ok(self.reads.len() - 1)
+        let read = self.push(key, len, None, own());
+        self.by_key.insert(key.clone(), read);
+        Ok(read)
+    }
+
+    /// The read of ranges of what lies at `offset` in an object; `own` gives memory of the caller,
+    /// which Mooncake's engine never sees and therefore need not know.
+    fn cut(
+        &mut self,
+        object: &Object,
+        offset: u64,
+        ranges: &[Range<u64>],
+        own: impl FnOnce() -> Option<RegionMut>,
+    ) -> Place {
+        if ranges.iter().all(Range::is_empty) {
+            return Place::Empty;
+        }
+        let ranges = ranges.iter().map(|range| range.start + offset..range.end + offset);
+        let read = self.push(&object.key, object.bytes as usize, Some(ranges.collect()), own());
+        Place::In { object: read, offset: 0 }
+    }
+
+    fn push(
+        &mut self,
+        key: &Arc<str>,
+        len: usize,
+        ranges: Option<Vec<Range<u64>>>,
+        region: Option<RegionMut>,
+    ) -> usize {
+        let (key, is_callers) = (key.clone(), region.is_some());
+        let (aside, bytes) = (None, None);
+        self.reads.push(Read { key, len, ranges, region, is_callers, aside, bytes });
+        self.reads.len() - 1
     }
 }
 
 fn plan(shared: &Shared, request: FetchRequest, planned: &mut Planned) -> Result<Wanted> {
-    let FetchRequest { descriptor, names, destination, .. } = request;
+    let ranged = request.ranged(true)?;
+    let FetchRequest { descriptor, names, ranges, destination, .. } = request;
     let resident = shared.ledger.resident(&descriptor.sample);
     let described = descriptor.features.values().find_map(|f| f.seq);
     if let (Some(found), Some(expected)) = (resident.and_then(|r| r.seq), described)
@@ -208,17 +274,24 @@ fn plan(shared: &Shared, request: FetchRequest, planned: &mut Planned) -> Result
             Place::Empty => Place::Empty,
             Place::In { object, offset } => {
                 let object = &plan.objects[object];
-                let alone = object.tensors.len() == 1;
-                let direct = || {
-                    own.take_if(|region| {
-                        alone && shared.memory.knows(region.address(), region.len())
-                    })
-                };
-                let read = planned.read(&object.key, object.bytes, direct)?;
-                Place::In { object: read, offset }
+                match &ranges {
+                    Some(ranges) => planned.cut(object, offset, ranges, || own.take()),
+                    None => {
+                        let direct = || {
+                            own.take_if(|region| {
+                                object.tensors.len() == 1
+                                    && shared.memory.knows(region.address(), region.len())
+                            })
+                        };
+                        Place::In {
+                            object: planned.read(&object.key, object.bytes, direct)?,
+                            offset,
+                        }
+                    }
+                }
             }
         };
-        tensors.push(Part { index, place, own });
+        tensors.push(Part { index, place, own, ranged: ranged.clone() });
     }
     Ok(Wanted { descriptor, tensors })
 }
@@ -227,15 +300,16 @@ fn assemble(shared: &Shared, wanted: Wanted, reads: &[Read]) -> Fetched {
     let Wanted { descriptor, tensors } = wanted;
     let tensors: IndexMap<_, _> = tensors
         .into_iter()
-        .map(|Part { index, place, own }| {
+        .map(|Part { index, place, own, ranged }| {
             let (name, feature) =
                 descriptor.features.get_index(index).expect("planned from this descriptor");
+            let meta = ranged.unwrap_or_else(|| feature.meta.clone());
             let bytes = match place {
                 Place::Empty => None,
                 Place::In { object, offset } => {
                     let object = reads[object].bytes.as_ref().expect("every read has succeeded");
                     let start = offset as usize;
-                    let range = start..start + feature.meta.nbytes() as usize;
+                    let range = start..start + meta.nbytes() as usize;
                     Some(object.slice(range).expect("planned to lie inside"))
                 }
             };
@@ -250,7 +324,7 @@ fn assemble(shared: &Shared, wanted: Wanted, reads: &[Read]) -> Fetched {
                 (None, Some(bytes)) => bytes,
                 (None, None) => RegionSlice::copy_of(&[]),
             };
-            let tensor = Tensor::new(feature.meta.clone(), data).expect("as long as planned");
+            let tensor = Tensor::new(meta, data).expect("as long as planned");
             (name.clone(), tensor)
         })
         .collect();
@@ -269,7 +343,7 @@ fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> 
         while !rest.is_empty() {
             let mut bytes = 0u64;
             let fits = |&&i: &&usize| {
-                bytes = bytes.saturating_add(reads[i].len as u64);
+                bytes = bytes.saturating_add(reads[i].wanted() as u64);
                 bytes <= part_bytes
             };
             let count = rest.iter().take(config.part_keys).take_while(fits).count().max(1);
@@ -318,19 +392,19 @@ struct Again {
     error: Option<Error>, // what is known beyond the code
 }
 
-/// Reads what is left after `found` through Mooncake's engine, with one call: an answer for each.
+/// Reads `some` of the objects through Mooncake's engine, with one call: an answer for each.
 fn read_by_mooncake(
     shared: &Shared,
     flight: &Flight,
     keys: &[&str],
     regions: &mut [Option<RegionMut>],
-    found: &[Option<Found>],
+    some: &[usize],
 ) -> Result<Vec<std::result::Result<u64, StoreCode>>> {
-    let left = |found: &Option<Found>| found.is_none();
-    let mut objects: Vec<_> = (keys.iter().zip(regions.iter_mut()).zip(found))
-        .filter(|(_, found)| left(found))
-        .map(|((key, region), _)| (*key, region.as_mut().expect("only taken to be read")))
+    let mut taken: Vec<_> = some
+        .iter()
+        .map(|&i| (keys[i], regions[i].take().expect("only taken to be read")))
         .collect();
+    let mut objects: Vec<_> = taken.iter_mut().map(|(key, region)| (*key, region)).collect();
     if objects.is_empty() {
         return Ok(Vec::new());
     }
@@ -341,11 +415,22 @@ fn read_by_mooncake(
     if let Err(error) = &answers
         && !matches!(error.kind(), ErrorKind::Closed | ErrorKind::InvalidInput)
     {
-        let sent = regions.iter_mut().zip(found).filter(|(_, found)| left(found));
-        let sent = sent.filter_map(|(region, _)| region.take());
-        sent.for_each(|region| shared.memory.quarantine(region));
+        taken.into_iter().for_each(|(_, region)| shared.memory.quarantine(region));
+        return answers;
+    }
+    for (&i, (_, region)) in some.iter().zip(taken) {
+        regions[i] = Some(region);
     }
     answers
+}
+
+/// What Mooncake's engine has to read: one call for all whole objects, then one for each object of
+/// which ranges are wanted, because another read may name the same, and the engine answers a key
+/// that is twice in one call with success twice, and fills only one of the destinations.
+fn left_to_mooncake(reads: &[Read], part: &[usize], found: &[Option<Found>]) -> Vec<Vec<usize>> {
+    let left = (0..part.len()).filter(|&i| found[i].is_none());
+    let (cut, whole): (Vec<_>, Vec<_>) = left.partition(|&i| reads[part[i]].ranges.is_some());
+    std::iter::once(whole).chain(cut.into_iter().map(|i| vec![i])).collect()
 }
 
 /// Makes one call. Objects worth another attempt go to `again`; any other failure is an error.
@@ -359,13 +444,10 @@ fn read_part(
     let mut bytes = 0;
     let mut regions = Vec::with_capacity(part.len());
     for &i in part {
-        bytes += reads[i].len as u64;
+        bytes += reads[i].wanted() as u64;
         let region = match reads[i].region.take() {
             Some(region) => region,
-            None => shared
-                .memory
-                .take(reads[i].len, flight)
-                .map_err(|e| no_memory(shared, &reads[i], e))?,
+            None => take(shared, flight, &reads[i], reads[i].wanted())?,
         };
         regions.push(Some(region));
     }
@@ -374,33 +456,50 @@ fn read_part(
     let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
     let mut found: Vec<Option<Found>> = part.iter().map(|_| None).collect();
     if let Some(native) = &shared.native {
+        let wish =
+            |&i: &usize| Wish { len: reads[i].len as u64, ranges: reads[i].ranges.as_deref() };
+        let wishes: Vec<_> = part.iter().map(wish).collect();
         flight.transfer(bytes, || {
-            shared.ledger.timed(|| native.read(shared, flight, &keys, &mut regions, &mut found))
+            let read = || native.read(shared, flight, &keys, &wishes, &mut regions, &mut found);
+            shared.ledger.timed(read)
         })??;
     }
-    let answers = read_by_mooncake(shared, flight, &keys, &mut regions, &found)?;
+    let mut answers: Vec<_> = part.iter().map(|_| None).collect();
+    for some in left_to_mooncake(reads, part, &found) {
+        for &i in &some {
+            let read = &mut reads[part[i]];
+            if read.ranges.is_some() {
+                read.aside = regions[i].take();
+                regions[i] = Some(take(shared, flight, read, read.len)?);
+            }
+        }
+        let read = read_by_mooncake(shared, flight, &keys, &mut regions, &some)?;
+        some.iter().zip(read).for_each(|(&i, answer)| answers[i] = Some(answer));
+    }
     let late = shared.config.read_lease.is_some_and(|lease| start.elapsed() >= lease);
-    let mut answers = answers.into_iter();
     let regions = regions.into_iter().map(|region| region.expect("given back by whoever read it"));
     let mut fatal = None;
     let mut failed = Vec::new();
-    for ((&i, region), found) in part.iter().zip(regions).zip(found) {
+    for (((&i, region), found), answer) in part.iter().zip(regions).zip(found).zip(answers) {
         let read = &mut reads[i];
         let result = match found {
             Some(Found::Whole) => Ok(read.len as u64),
             Some(Found::Length(len)) => Ok(len),
             Some(Found::Failed(error)) => {
                 failed.push(read.key.clone());
-                read.region = Some(region); // nothing writes it any more
+                read.try_again(region); // nothing writes it any more
                 again.push(Again { index: i, code: StoreCode::TRANSFER_FAIL, error });
                 continue;
             }
-            None => answers.next().expect("one answer for each that was left"),
+            None => answer.expect("one answer for each that was left"),
         };
         match result {
-            Ok(found) if found == read.len as u64 && !late => read.bytes = Some(region.freeze()),
+            Ok(found) if found == read.len as u64 && !late => {
+                let copied = read.is_filled(region);
+                shared.ledger.copied_bytes.fetch_add(copied, Ordering::Relaxed);
+            }
             Ok(found) if found == read.len as u64 => {
-                read.region = Some(region); // complete, but perhaps another object's
+                read.try_again(region); // complete, but perhaps another object's
                 again.push(Again { index: i, code: StoreCode::LEASE_EXPIRED, error: None });
             }
             Ok(found) => {
@@ -413,7 +512,8 @@ fn read_part(
                     failed.push(read.key.clone());
                 }
                 shared.memory.quarantine(region); // the peer may still write it
-                if read.is_callers {
+                let aside = read.aside.take();
+                if read.is_callers && aside.is_none() {
                     let error = explain(code).with("key", &read.key).remedy(
                         "fetch again: memory of the caller is not tried twice, because the failed \
                          transfer may still write it",
@@ -431,6 +531,7 @@ fn read_part(
                     .remedy("find out why reads fail; closing the transport gives the memory back");
                     fatal.get_or_insert(error);
                 } else {
+                    read.region = aside;
                     again.push(Again { index: i, code, error: None });
                 }
             }
@@ -438,7 +539,7 @@ fn read_part(
                 fatal.get_or_insert(too_long(shared, read));
             }
             Err(code) if code.error("fetch").is_temporary() => {
-                read.region = Some(region);
+                read.try_again(region);
                 again.push(Again { index: i, code, error: None });
             }
             Err(code) => {
@@ -453,6 +554,11 @@ fn read_part(
         shared.segments.check(&keys)?;
     }
     fatal.map_or(Ok(()), Err)
+}
+
+/// Takes memory for a read.
+fn take(shared: &Shared, flight: &Flight, read: &Read, len: usize) -> Result<RegionMut> {
+    shared.memory.take(len, flight).map_err(|e| no_memory(shared, read, e))
 }
 
 /// Memory is short: perhaps only because the descriptor asks for more than there is.

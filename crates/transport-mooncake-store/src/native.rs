@@ -4,6 +4,7 @@
 use std::{
     collections::{HashMap, HashSet},
     fs,
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -13,7 +14,7 @@ use std::{
 
 use mooncake_sys::{Replica, SegmentRead, SegmentReader};
 use parking_lot::Mutex;
-use transport_core::{Error, ErrorKind, RegionMut, Result, SessionName};
+use transport_core::{Error, ErrorKind, RegionMut, RemoteAddr, Result, SessionName};
 
 use crate::{transport::Shared, workers::Flight};
 
@@ -33,7 +34,7 @@ pub(crate) struct Native {
 /// What became of an object that was not left to Mooncake.
 #[derive(Debug)]
 pub(crate) enum Found {
-    /// It is as long as its region, which holds it.
+    /// It is as long as it should be, and its region holds what was wished of it.
     Whole,
     /// It has another length, and was not read.
     Length(u64),
@@ -42,11 +43,39 @@ pub(crate) enum Found {
     Failed(Option<Error>),
 }
 
+/// What is wanted of an object.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish<'a> {
+    /// How long the object is.
+    pub(crate) len: u64,
+    /// All of it, if none.
+    pub(crate) ranges: Option<&'a [Range<u64>]>,
+}
+
+impl Wish<'_> {
+    /// The reads that fill `region`, of an object that begins at `address`.
+    fn reads(&self, address: RemoteAddr, region: RegionMut) -> Vec<SegmentRead> {
+        let Some(ranges) = self.ranges else { return vec![SegmentRead { address, dst: region }] };
+        let mut reads = Vec::with_capacity(ranges.len());
+        let mut rest = region;
+        for range in ranges {
+            let (dst, tail) = rest
+                .split_at((range.end - range.start) as usize)
+                .expect("the region is as long as the ranges together");
+            rest = tail;
+            let address = RemoteAddr(address.0.saturating_add(range.start)); // the master's word
+            reads.push(SegmentRead { address, dst });
+        }
+        reads
+    }
+}
+
 /// Objects of one segment.
 struct Group {
     segment: SessionName,
     name: Arc<str>,
-    indexes: Vec<usize>,
+    /// Each object, and how many of the reads are its.
+    objects: Vec<(usize, usize)>,
     reads: Vec<SegmentRead>,
 }
 
@@ -66,14 +95,15 @@ impl Native {
         self.reader.close();
     }
 
-    /// Reads the objects that it can, in place of the `None` in `found`, each into its region. What
-    /// stays `None` is left to Mooncake. Fails where the call as a whole is over: the master does not
+    /// Reads what is wished of the objects that it can, in place of the `None` in `found`, each into
+    /// its region. What stays `None` is left to Mooncake. Fails where the call as a whole is over: the master does not
     /// answer, the deadline has passed, or nobody waits any more. Then nothing reads any more either.
     pub(crate) fn read(
         &self,
         shared: &Shared,
         flight: &Flight,
         keys: &[&str],
+        wishes: &[Wish<'_>],
         regions: &mut [Option<RegionMut>],
         found: &mut [Option<Found>],
     ) -> Result<()> {
@@ -81,13 +111,14 @@ impl Native {
         let mut groups: Vec<Group> = Vec::new();
         for (i, replicas) in located.iter().enumerate() {
             let Some((replica, at)) = self.choose(replicas, &mut groups) else { continue };
-            let dst = regions[i].take_if(|region| region.len() as u64 == replica.len);
+            let dst = regions[i].take_if(|_| wishes[i].len == replica.len);
             let Some(dst) = dst else {
                 found[i] = Some(Found::Length(replica.len));
                 continue;
             };
-            groups[at].indexes.push(i);
-            groups[at].reads.push(SegmentRead { address: replica.address, dst });
+            let reads = wishes[i].reads(replica.address, dst);
+            groups[at].objects.push((i, reads.len()));
+            groups[at].reads.extend(reads);
         }
         groups.retain(|group| !group.reads.is_empty());
         let queue = Mutex::new(groups.into_iter());
@@ -117,14 +148,16 @@ impl Native {
                 }
                 _ => {}
             }
-            for (i, read) in group.indexes.into_iter().zip(reads) {
+            let mut reads = reads.into_iter();
+            for (i, count) in group.objects {
+                let region = joined(reads.by_ref().take(count).map(|read| read.dst))?;
                 found[i] = Some(if is_whole {
-                    self.bytes.fetch_add(read.dst.len() as u64, Ordering::Relaxed);
+                    self.bytes.fetch_add(region.len() as u64, Ordering::Relaxed);
                     Found::Whole
                 } else {
                     Found::Failed(error.take())
                 });
-                regions[i] = Some(read.dst);
+                regions[i] = Some(region);
             }
         }
         Ok(())
@@ -144,7 +177,7 @@ impl Native {
         let replica = replicas.iter().find(|replica| !self.is_left(&replica.segment))?;
         let segment = replica.segment.parse().ok()?; // it was, a moment ago
         let name = replica.segment.clone();
-        groups.push(Group { segment, name, indexes: Vec::new(), reads: Vec::new() });
+        groups.push(Group { segment, name, objects: Vec::new(), reads: Vec::new() });
         Some((replica, groups.len() - 1))
     }
 
@@ -160,6 +193,14 @@ impl Native {
         self.left.lock().insert(name.clone(), is_left);
         is_left
     }
+}
+
+/// Regions that were one, as one again.
+fn joined(mut parts: impl Iterator<Item = RegionMut>) -> Result<RegionMut> {
+    let Some(first) = parts.next() else { return RegionMut::zeroed(0) };
+    parts.try_fold(first, RegionMut::join).map_err(|_| {
+        Error::new(ErrorKind::Unexpected, "fetch", "the reader gave other memory back")
+    })
 }
 
 /// Whether this process listens on a port: the segment's name is not the client's, and no call says

@@ -91,6 +91,7 @@ impl StoreTransport {
         capabilities.publish = true;
         capabilities.fetch = true;
         capabilities.cross_host = true;
+        capabilities.ranges = reader.is_some();
         let mut engine = api.provider().to_string();
         if let Some(reader) = &reader {
             engine += &format!("; reads by {}", reader.name());
@@ -356,7 +357,7 @@ impl Transport for StoreTransport {
         options: FetchOptions,
     ) -> Result<Vec<Fetched>> {
         self.open("fetch")?;
-        fetch::check(&requests)?;
+        fetch::check(&requests, self.info.capabilities.ranges)?;
         if requests.is_empty() {
             return Ok(Vec::new());
         }

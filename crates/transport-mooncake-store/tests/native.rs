@@ -5,13 +5,13 @@ mod fake;
 use std::{net::TcpListener, sync::Arc, time::Duration};
 
 use fake::{
-    Cluster, FakeStore,
+    Cluster, FakeStore, Fault,
     reader::{FakeReader, Turn},
 };
 use transport_core::{
     ByteSize, Descriptor, Destination, Dtype, ErrorKind, FeatureName, FetchOptions, FetchRequest,
-    Generation, Publication, PublishOptions, Ready, RegionSlice, Result, SampleId, SampleKey,
-    StoreId, Tensor, TensorMeta, Transport,
+    Generation, Publication, PublishOptions, Ready, RegionMut, RegionSlice, Result, SampleId,
+    SampleKey, StoreId, Tensor, TensorMeta, Transport,
 };
 use transport_mooncake_store::{StoreConfig, StoreTransport};
 
@@ -186,4 +186,79 @@ async fn a_reader_needs_the_length_of_leases() {
     assert_eq!(error.context("setting"), Some("read_lease"));
     let bed = bed();
     assert!(bed.transport.info().engine.ends_with("; reads by a fake reader"));
+}
+
+/// A request of ranges of the one tensor of a sample, and what it should give.
+fn ranged(
+    described: &Arc<Descriptor>,
+    ranges: &[(u64, u64)],
+    own: Option<RegionMut>,
+) -> (FetchRequest, Vec<u8>) {
+    let bytes = bytes_of(described.sample.sample_id.as_str());
+    let wanted = ranges.iter().flat_map(|&(from, to)| &bytes[from as usize..to as usize]);
+    let wanted: Vec<u8> = wanted.copied().collect();
+    let destination = own.map_or(Destination::Pool, |own| Destination::Into(vec![own]));
+    let ranges = ranges.iter().map(|&(from, to)| from..to).collect();
+    (FetchRequest::new(described.clone(), destination).ranges(ranges), wanted)
+}
+
+async fn fetch_ranged(bed: &Bed, asked: Vec<(FetchRequest, Vec<u8>)>) {
+    let (requests, wanted): (Vec<_>, Vec<_>) = asked.into_iter().unzip();
+    let fetched = bed.transport.fetch(requests, FetchOptions::default()).await.unwrap();
+    for (fetched, wanted) in fetched.iter().zip(wanted) {
+        let data = &fetched.tensors[0].data;
+        assert!(data.as_bytes().unwrap() == wanted, "{} differs", fetched.descriptor.sample);
+    }
+}
+
+#[tokio::test]
+async fn ranges_of_what_others_hold_are_read_alone() {
+    let bed = bed();
+    let described = bed.publish(&["a1", "b1"]).await;
+    let own = RegionMut::zeroed(307).unwrap(); // memory that no engine knows
+    let address = own.address();
+    let (request, wanted) = ranged(&described[0], &[(993, 1000), (0, 300)], Some(own));
+    bed.reader.script([Turn::Fail(ErrorKind::PeerGone)]); // tried again into the same memory
+    let fetched = bed.transport.fetch(vec![request], FetchOptions::default()).await.unwrap();
+    let data = &fetched[0].tensors[0].data;
+    assert_eq!((data.address(), data.as_bytes().unwrap()), (address, &wanted[..]));
+    // Several of one object, and the object, in one call.
+    let asked = vec![
+        ranged(&described[0], &[(5, 6)], None),
+        ranged(&described[1], &[(0, 1000)], None),
+        ranged(&described[0], &[(0, 1000)], None),
+        ranged(&described[0], &[(7, 7), (1, 3), (2, 4)], None),
+    ];
+    fetch_ranged(&bed, asked).await;
+    let stats = bed.transport.stats();
+    assert_eq!(stats.native_bytes, 307 + 1 + 1000 + 1000 + 4, "no other bytes have moved");
+    assert_eq!(bed.cluster.calls().get, 0);
+    assert_eq!(bed.transport.health().await.unwrap().quarantined_bytes, 0);
+}
+
+#[tokio::test]
+async fn ranges_of_the_rest_are_cut_from_what_mooncake_reads() {
+    let bed = bed();
+    let described = bed.publish(&["own", "a1"]).await;
+    let asked = || {
+        vec![
+            ranged(&described[0], &[(0, 10)], Some(RegionMut::zeroed(10).unwrap())),
+            (FetchRequest::new(described[0].clone(), Destination::Pool), bytes_of("own")),
+            ranged(&described[0], &[(990, 1000), (3, 4)], None),
+            ranged(&described[1], &[(1, 2)], None),
+        ]
+    };
+    let copied = bed.transport.stats().copied_bytes;
+    fetch_ranged(&bed, asked()).await;
+    let calls = bed.cluster.calls();
+    // Mooncake would fill only one destination of a key that is twice in one call.
+    assert_eq!((calls.get, calls.get_keys), (3, 3));
+    assert_eq!(bed.transport.stats().copied_bytes - copied, 21, "what was cut out");
+    // Mooncake's engine may still write what it failed to fill: not the caller's memory.
+    bed.cluster.script(vec![Fault::Get("own", -800); 2]);
+    fetch_ranged(&bed, asked()).await;
+    assert_eq!(bed.transport.health().await.unwrap().quarantined_bytes, 2 * LEN);
+    let error =
+        bed.transport.fetch(vec![asked().remove(0).0.names(vec![])], FetchOptions::default());
+    assert_eq!(error.await.unwrap_err().kind(), ErrorKind::InvalidInput);
 }
