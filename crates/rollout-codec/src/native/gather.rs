@@ -24,17 +24,33 @@ type Failure = (usize, Error);
 /// The checksum of one block: its segment, where it starts in it, and the sum.
 pub(super) type BlockSum = (usize, u64, u64);
 
+/// Where a segment lies in the data.
+pub(super) trait Extent {
+    fn at(&self) -> u64;
+    fn len(&self) -> u64;
+}
+
+impl Extent for Planned<'_> {
+    fn at(&self) -> u64 {
+        self.at
+    }
+
+    fn len(&self) -> u64 {
+        self.len
+    }
+}
+
 /// Ends of the blocks of all segments, in order; the last is the end of the data.
-fn block_ends(segments: &[Planned<'_>], data_bytes: u64) -> impl Iterator<Item = u64> {
-    let of_segment = |segment: &Planned<'_>| {
-        let (at, len) = (segment.at, segment.len);
+fn block_ends<S: Extent>(segments: &[S], data_bytes: u64) -> impl Iterator<Item = u64> {
+    let of_segment = |segment: &S| {
+        let (at, len) = (segment.at(), segment.len());
         (1..=len.div_ceil(BLOCK_BYTES).max(1)).map(move |n| at + len.min(n * BLOCK_BYTES))
     };
     segments.iter().flat_map(of_segment).chain([data_bytes])
 }
 
 /// Cuts the data at ends of blocks, into parts of about `bytes`.
-pub(super) fn parts(segments: &[Planned<'_>], data_bytes: u64, bytes: u64) -> Vec<Range<u64>> {
+pub(super) fn parts<S: Extent>(segments: &[S], data_bytes: u64, bytes: u64) -> Vec<Range<u64>> {
     let mut parts = Vec::new();
     let (mut start, mut end) = (0, 0);
     for next in block_ends(segments, data_bytes) {
@@ -118,13 +134,13 @@ pub(super) fn part(
 
 /// The checksum of each segment, from those of all blocks; `None` if a block is missing or there
 /// twice.
-pub(super) fn join(segments: &[Planned<'_>], mut sums: Vec<BlockSum>) -> Option<Vec<u64>> {
+pub(super) fn join<S: Extent>(segments: &[S], mut sums: Vec<BlockSum>) -> Option<Vec<u64>> {
     sums.sort_unstable();
     let mut sums = sums.into_iter();
     let mut whole = Vec::with_capacity(segments.len());
     for (i, segment) in segments.iter().enumerate() {
         let mut hasher = Xxh3::new();
-        for block in 0..segment.len.div_ceil(BLOCK_BYTES).max(1) {
+        for block in 0..segment.len().div_ceil(BLOCK_BYTES).max(1) {
             let (_, _, sum) = sums.next().filter(|s| (s.0, s.1) == (i, block * BLOCK_BYTES))?;
             hasher.update(&sum.to_le_bytes());
         }
@@ -196,13 +212,18 @@ pub(super) fn sum_sources(segment: &Planned<'_>) -> u64 {
     whole.digest()
 }
 
+/// The checksum of one block.
+pub(super) fn block_sum(block: &[u8]) -> u64 {
+    XxHash3_64::oneshot(block)
+}
+
 /// The checksum of a segment, from its bytes.
 pub(super) fn sum(bytes: &[u8]) -> u64 {
     let mut whole = Xxh3::new();
     let mut rest = bytes;
     loop {
         let (block, more) = rest.split_at(rest.len().min(BLOCK_BYTES as usize));
-        whole.update(&XxHash3_64::oneshot(block).to_le_bytes());
+        whole.update(&block_sum(block).to_le_bytes());
         rest = more;
         if rest.is_empty() {
             return whole.digest();

@@ -28,6 +28,8 @@
 //! whole or by field, and [`read_plan`] finds what to fetch for some rows, or parts of rows, only.
 //! Frameworks take rows and fields by DLPack ([`RaggedView::row_dlpack`], [`RolloutView::dlpack`]).
 
+#[cfg(feature = "transport")]
+mod arriving;
 #[cfg(feature = "arrow")]
 mod arrow;
 mod dlpack;
@@ -51,6 +53,7 @@ pub use view::RolloutView;
 
 #[cfg(feature = "transport")]
 pub(crate) use {
+    arriving::{Arrived, Arriving},
     narrow::widened,
     select::{Joined, join},
 };

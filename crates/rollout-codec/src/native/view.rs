@@ -22,6 +22,15 @@ fn corrupt(why: &'static str) -> Error {
     Error::new(ErrorKind::Corrupt, OPERATION, why)
 }
 
+/// Bytes of a field are not those that the producer wrote.
+pub(super) fn mismatch(field: &str, expected: u64, found: u64) -> Error {
+    corrupt("a checksum does not match")
+        .with("field", field)
+        .with("expected", format_args!("{expected:016x}"))
+        .with("found", format_args!("{found:016x}"))
+        .remedy("fetch it again; if that does not help, the producer's copy is damaged")
+}
+
 /// A rollout in the memory where it arrived.
 ///
 /// Nothing is copied or checked before it is asked for. Everything that it gives out keeps the
@@ -92,13 +101,7 @@ impl RolloutView {
             let Some((field, region, expected)) = work.get(i) else { return Ok(()) };
             let found = gather::sum(region.as_ref());
             if found != *expected {
-                return Err(corrupt("a checksum does not match")
-                    .with("field", field)
-                    .with("expected", format_args!("{expected:016x}"))
-                    .with("found", format_args!("{found:016x}"))
-                    .remedy(
-                        "fetch it again; if that does not help, the producer's copy is damaged",
-                    ));
+                return Err(mismatch(field, *expected, found));
             }
         };
         let helpers = threads.clamp(1, work.len().max(1)) - 1;

@@ -20,8 +20,11 @@ use super::{
 };
 use crate::{
     Rollout,
-    native::{Header, RolloutView},
+    native::{Arrived, Arriving, Header, RolloutView},
 };
+
+/// How much is read at a time where the checksums of one piece are made while the next one comes.
+const PIECE: u64 = 16 << 20;
 
 /// A rollout, or some of its fields, where it arrived. Everything that is made from it keeps it.
 #[derive(Clone, Debug)]
@@ -142,24 +145,28 @@ impl Inner {
         let deadline = Instant::now() + self.config.deadline;
         let views = self.transport.info().capabilities.views;
         let bytes = root.header.data_bytes();
-        let (data, shared, moved) = match &self.config.host_share {
+        let (data, shared, unchecked) = match &self.config.host_share {
             Some(share) if !views && bytes > 0 => {
                 let read = async |region: RegionMut| {
                     let region = self.config.registered(region)?;
-                    let data = self.fill(&root, 0..root.parts.len(), region, deadline).await?;
-                    self.counters.fetched(bytes);
-                    self.check(&root, &data, true).await?;
-                    Ok(data)
+                    self.read_into(&root, region, deadline).await
                 };
                 let (data, shared) = share.read(handle, bytes, deadline, read).await?;
                 if !shared.was_read_here() {
                     self.counters.shared(bytes);
                 }
-                (data, Some(shared), false) // whoever moved it has checked it
+                (data, Some(shared), Some(false)) // whoever moved it has checked it
             }
-            _ => (self.run(&root, 0..root.parts.len(), deadline).await?, None, !views),
+            // Memory that is there already; other memory would cost more than is gained.
+            _ if self.config.take.is_some() && self.checks_on_the_way(&root) => {
+                let region = self.config.memory(bytes as usize)?;
+                (self.read_into(&root, region, deadline).await?, None, None)
+            }
+            _ => (self.run(&root, 0..root.parts.len(), deadline).await?, None, Some(!views)),
         };
-        self.check(&root, &data, moved).await?;
+        if let Some(moved) = unchecked {
+            self.check(&root, &data, moved).await?;
+        }
         let whole = Arc::new(Whole { header: root.header, data, _shared: shared, _lease: lease });
         entry.set_whole(&whole);
         Ok(whole)
@@ -223,6 +230,53 @@ impl Inner {
         Ok(data)
     }
 
+    /// Whether a rollout's checksums are made while it comes.
+    fn checks_on_the_way(&self, root: &Root) -> bool {
+        let capabilities = &self.transport.info().capabilities;
+        capabilities.ranges
+            && !capabilities.views
+            && root.header.data_bytes() >= 2 * PIECE
+            && self.wants_check(&root.header, true)
+    }
+
+    /// Reads all of a rollout's data into one region, and compares the checksums if so configured.
+    async fn read_into(
+        &self,
+        root: &Root,
+        region: RegionMut,
+        deadline: Instant,
+    ) -> Result<RegionSlice> {
+        if !self.checks_on_the_way(root) {
+            let data = self.fill(root, 0..root.parts.len(), region, deadline).await?;
+            self.counters.fetched(root.header.data_bytes());
+            self.check(root, &data, true).await?;
+            return Ok(data);
+        }
+        let sums = Arc::new(Arriving::new(&root.header));
+        let ends: Vec<u64> = sums.parts(PIECE).into_iter().map(|piece| piece.end).collect();
+        let mut pieces = Vec::with_capacity(ends.len() + root.parts.len());
+        for Part { range, descriptor } in &root.parts {
+            let mut start = range.start;
+            let first = ends.partition_point(|end| *end <= range.start);
+            let inside = ends[first..].iter().take_while(|end| **end < range.end);
+            for end in inside.copied().chain([range.end]) {
+                pieces.push(Piece {
+                    descriptor: descriptor.clone(),
+                    ranges: Some(vec![start - range.start..end - range.start]),
+                    bytes: end - start,
+                    sums: Some((sums.clone(), start..end)),
+                });
+                start = end;
+            }
+        }
+        let (data, arrived) = self.fill_with(pieces, region, deadline).await?;
+        self.counters.fetched(root.header.data_bytes());
+        if !sums.compare(arrived)? {
+            self.check(root, &data, true).await?; // parts that were cut elsewhere
+        }
+        Ok(data)
+    }
+
     /// Reads data samples into one region, several at a time.
     async fn fill(
         &self,
@@ -233,41 +287,50 @@ impl Inner {
     ) -> Result<RegionSlice> {
         let pieces = root.parts[run].iter().map(|part| {
             let Part { descriptor, .. } = part.clone();
-            Piece { bytes: descriptor.nbytes(), descriptor, ranges: None }
+            Piece { bytes: descriptor.nbytes(), descriptor, ranges: None, sums: None }
         });
-        self.fill_with(pieces.collect(), region, deadline).await
+        Ok(self.fill_with(pieces.collect(), region, deadline).await?.0)
     }
 
-    /// Fills a region with pieces of data samples, in order, several at a time.
+    /// Fills a region with pieces of data samples, in order, several at a time. Gives the checksums
+    /// that were asked for, too.
     pub(super) async fn fill_with(
         &self,
         pieces: Vec<Piece>,
         region: RegionMut,
         deadline: Instant,
-    ) -> Result<RegionSlice> {
+    ) -> Result<(RegionSlice, Vec<Arrived>)> {
         let in_flight = Arc::new(Semaphore::new(self.config.in_flight));
         let mut calls = JoinSet::new();
         let mut parts: Vec<Option<RegionSlice>> = vec![None; pieces.len()];
         let mut rest = region;
-        for (index, Piece { descriptor, ranges, bytes }) in pieces.into_iter().enumerate() {
+        for (index, Piece { descriptor, ranges, bytes, sums }) in pieces.into_iter().enumerate() {
             let (own, tail) =
                 rest.split_at(bytes as usize).expect("as long as the pieces together");
             rest = tail;
             let (transport, in_flight) = (self.transport.clone(), in_flight.clone());
             calls.spawn(async move {
-                let _permit = in_flight.acquire_owned().await.map_err(|_| {
+                let permit = in_flight.acquire_owned().await.map_err(|_| {
                     Error::new(ErrorKind::Closed, "get rollout", "another part failed")
                 })?;
                 let mut request = FetchRequest::new(descriptor, Destination::Into(vec![own]));
                 request.ranges = ranges;
                 let data = fetch(&transport, request, bytes, deadline).await?;
-                Ok::<_, Error>((index, data))
+                drop(permit); // the next one comes while the checksums of this one are made
+                let arrived = match sums {
+                    Some(sums) => Some(sum(sums, data.clone()).await),
+                    None => None,
+                };
+                Ok::<_, Error>((index, data, arrived))
             });
         }
-        let mut failure = None;
+        let (mut failure, mut sums) = (None, Vec::new());
         while let Some(done) = calls.join_next().await {
             match done.expect("fetching does not panic") {
-                Ok((index, data)) => parts[index] = Some(data),
+                Ok((index, data, arrived)) => {
+                    parts[index] = Some(data);
+                    sums.extend(arrived);
+                }
                 Err(error) => {
                     in_flight.close(); // what waits for its turn ends; what runs is waited for
                     failure = failure.or(Some(error));
@@ -276,7 +339,7 @@ impl Inner {
         }
         match failure {
             Some(error) => Err(error),
-            None => self.joined(parts.into_iter().flatten().collect()),
+            None => Ok((self.joined(parts.into_iter().flatten().collect())?, sums)),
         }
     }
 
@@ -340,6 +403,14 @@ pub(super) struct Piece {
     pub(super) ranges: Option<Vec<Range<u64>>>,
     /// How much that is.
     pub(super) bytes: u64,
+    /// Of what checksums are made, and which bytes of the data it is.
+    pub(super) sums: Option<(Arc<Arriving>, Range<u64>)>,
+}
+
+/// Makes the checksums of a piece that has come.
+async fn sum((sums, range): (Arc<Arriving>, Range<u64>), data: RegionSlice) -> Arrived {
+    let sum = move || data.as_bytes().map(|data| sums.sums(&range, data)).unwrap_or_default();
+    tokio::task::spawn_blocking(sum).await.expect("making checksums does not panic")
 }
 
 /// Reads the one tensor of a sample, or `bytes` of it.

@@ -132,7 +132,8 @@ impl Inner {
                 let end = range.end.min(part.range.end) - part.range.start;
                 if pieces.last().is_none_or(|(last, _)| *last != index) {
                     let descriptor = part.descriptor.clone();
-                    pieces.push((index, Piece { descriptor, ranges: Some(Vec::new()), bytes: 0 }));
+                    let ranges = Some(Vec::new());
+                    pieces.push((index, Piece { descriptor, ranges, bytes: 0, sums: None }));
                 }
                 let (_, piece) = pieces.last_mut().expect("there, or just pushed");
                 piece.ranges.get_or_insert_default().push(start..end);
@@ -145,7 +146,7 @@ impl Inner {
         }
         let bytes = fragments.last().map_or(0, |last| last.local + last.len);
         let region = self.config.memory(bytes as usize)?;
-        let data = self.fill_with(pieces, region, deadline).await?;
+        let (data, _) = self.fill_with(pieces, region, deadline).await?;
         self.counters.fetched(bytes);
         let run = |fragment: &native::Fragment| {
             let local = fragment.local as usize..(fragment.local + fragment.len) as usize;

@@ -5,7 +5,7 @@ use std::{num::NonZeroU64, sync::Arc, time::Duration};
 use control_proto::sample_ref::SampleRef;
 use rollout_codec::transport::{RolloutConfig, Verify};
 use transport_core::{
-    Destination, Dtype, ErrorKind, FetchOptions, FetchRequest, Transport,
+    Destination, Dtype, ErrorKind, FetchOptions, FetchRequest, RegionMut, Transport,
     layers::{Fault, FaultLayer, Layer, Operation},
 };
 
@@ -86,6 +86,34 @@ async fn damage_on_the_way_is_found_out() {
     assert!(good.get(&handle).await.is_ok());
     good.cleanup([&handle]).await.unwrap();
     empty(&*memory).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damage_to_any_piece_of_much_data_is_found_out() {
+    let memory = memory(128 * MIB);
+    let chunk = NonZeroU64::new(17 * MIB).unwrap();
+    let whole = RolloutConfig::default().take(Arc::new(RegionMut::zeroed));
+    for put in [RolloutConfig::default(), RolloutConfig::default().chunks(chunk, 2)] {
+        let good = rollouts(memory.clone(), put);
+        let handle = good.put(text(40 * MIB)).await.unwrap();
+        // The first call is for the root; pieces of 16 MiB follow, checked as they come.
+        for nth in [2, 3, 4] {
+            let layer =
+                FaultLayer::seeded(nth).with(Fault::corrupt().on(Operation::Fetch).nth(nth));
+            let bad = rollouts(layer.layer(NoViews::new(memory.clone())), whole.clone());
+            let error = bad.get(&handle).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "call {nth}: {error}");
+            assert!(error.context("field").is_some(), "call {nth}: {error}");
+            assert_eq!(layer.injected().len(), 1);
+            // The same again, whole this time: nothing of the failure is kept.
+            let copied = bad.stats().copied_bytes;
+            let sample = bad.get(&handle).await.unwrap();
+            assert_eq!(bad.stats().copied_bytes, copied, "the pieces are one region");
+            sample.view().verify(2).unwrap();
+        }
+        good.cleanup([&handle]).await.unwrap();
+        empty(&*memory).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
