@@ -260,9 +260,10 @@ impl Inner {
             let first = ends.partition_point(|end| *end <= range.start);
             let inside = ends[first..].iter().take_while(|end| **end < range.end);
             for end in inside.copied().chain([range.end]) {
+                let piece = start - range.start..end - range.start;
                 pieces.push(Piece {
                     descriptor: descriptor.clone(),
-                    ranges: Some(vec![start - range.start..end - range.start]),
+                    ranges: Some(vec![piece]),
                     bytes: end - start,
                     sums: Some((sums.clone(), start..end)),
                 });

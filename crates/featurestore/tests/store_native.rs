@@ -1,0 +1,114 @@
+//! The store transport as trainers run it by default: what another process holds is read by the
+//! native tcp engine, whole and in ranges.
+//!
+//! `cargo test -p featurestore --features mooncake-python --test store_native -- --ignored`.
+#![cfg(all(feature = "mooncake-python", feature = "direct"))]
+
+#[path = "../../transport-mooncake-store/tests/lent/mod.rs"]
+mod lent;
+#[path = "../../mooncake-sys/tests/support/mod.rs"]
+mod support;
+
+use std::{
+    io::{BufRead, BufReader},
+    net::SocketAddr,
+    process::{Child, Command, Stdio},
+    sync::Arc,
+};
+
+use async_trait::async_trait;
+use lent::Lent;
+use mooncake_sys::{
+    SegmentReader, StoreApi, StoreSetup,
+    python::{WheelOptions, WheelStore},
+};
+use transport_core::{
+    ByteSize, Result, Transport,
+    conformance::{Case, Harness, Need, Outcome, Pair, Setup, cases},
+};
+use transport_mooncake_direct::{TcpEngine, TcpOptions};
+use transport_mooncake_store::{StoreConfig, StoreTransport};
+
+const SEGMENT: u64 = 512 << 20;
+
+/// A Python process that adds object memory; ended when dropped.
+struct Owner(Child);
+
+impl Owner {
+    fn start(master: SocketAddr) -> Self {
+        let script =
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../transport-mooncake-store/tests/peer.py");
+        let mut child = Command::new(support::environment().join("bin/python"))
+            .args([script, &master.to_string(), &SEGMENT.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        let ready = |line: std::io::Result<String>| line.unwrap().starts_with("@@");
+        assert!(answers.lines().any(ready), "the owner of the memory ended");
+        Self(child)
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let _ = self.0.kill(); // fails only if it ended already
+        let _ = self.0.wait();
+    }
+}
+
+/// Transports over the same two clients, one case after the other.
+#[derive(Debug)]
+struct Native {
+    publisher: Arc<dyn StoreApi>,
+    consumer: Arc<dyn StoreApi>,
+}
+
+#[async_trait]
+impl Harness for Native {
+    fn name(&self) -> String {
+        "store transport over a real store, reads by the native engine".into()
+    }
+
+    async fn pair(&self, _: &Setup) -> Result<Pair> {
+        let lent = |api: &Arc<dyn StoreApi>, removes| -> Result<Arc<dyn Transport>> {
+            let api = Lent::new(api.clone(), removes);
+            let reader: Arc<dyn SegmentReader> = Arc::new(TcpEngine::new(TcpOptions::default()));
+            let config = StoreConfig::default().pool(ByteSize::mib(256), ByteSize::mib(0));
+            let transport = StoreTransport::start_with(api, config, Some(reader))?;
+            assert!(transport.info().capabilities.ranges);
+            Ok(Arc::new(transport))
+        };
+        Ok(Pair::new(lent(&self.publisher, true)?, lent(&self.consumer, false)?))
+    }
+}
+
+fn client(master: SocketAddr) -> Arc<dyn StoreApi> {
+    let setup = StoreSetup::client("127.0.0.1", master.to_string());
+    Arc::new(WheelStore::connect(&WheelOptions::at(support::environment()), &setup).unwrap())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+async fn the_conformance_suite_holds() {
+    let master = support::master();
+    let owner = Owner::start(master.address());
+    let harness =
+        Native { publisher: client(master.address()), consumer: client(master.address()) };
+    // Cases that cannot apply are left out beforehand; the crate's tests/conformance.rs lists them.
+    let applies = |case: &&Case| case.needs.iter().all(|need| *need == Need::NoDeviceMemory);
+    let cases: Vec<_> = cases().iter().filter(applies).collect();
+    assert!(cases.iter().any(|case| case.name == "ranges_are_read_alone_or_refused"));
+    for case in cases {
+        match case.run(&harness).await {
+            Outcome::Passed => {}
+            Outcome::NotApplicable(why) => println!("{}: {why}", case.name),
+            Outcome::Failed(why) => panic!("{}: {why}", case.name),
+        }
+        assert_eq!(master.metric("master_key_count").unwrap(), 0.0, "{} leaves some", case.name);
+    }
+    drop((harness, owner));
+    master.stop();
+}
