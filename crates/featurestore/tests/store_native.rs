@@ -23,7 +23,9 @@ use mooncake_sys::{
     python::{WheelOptions, WheelStore},
 };
 use transport_core::{
-    ByteSize, Result, Transport,
+    ByteSize, Destination, Dtype, FeatureName, FetchOptions, FetchRequest, Generation, Publication,
+    PublishOptions, Ready, RegionSlice, Result, SampleId, SampleKey, StoreId, Tensor, TensorMeta,
+    Transport,
     conformance::{Case, Harness, Need, Outcome, Pair, Setup, cases},
 };
 use transport_mooncake_direct::{TcpEngine, TcpOptions};
@@ -73,16 +75,15 @@ impl Harness for Native {
     }
 
     async fn pair(&self, _: &Setup) -> Result<Pair> {
-        let lent = |api: &Arc<dyn StoreApi>, removes| -> Result<Arc<dyn Transport>> {
-            let api = Lent::new(api.clone(), removes);
-            let reader: Arc<dyn SegmentReader> = Arc::new(TcpEngine::new(TcpOptions::default()));
-            let config = StoreConfig::default().pool(ByteSize::mib(256), ByteSize::mib(0));
-            let transport = StoreTransport::start_with(api, config, Some(reader))?;
-            assert!(transport.info().capabilities.ranges);
-            Ok(Arc::new(transport))
-        };
-        Ok(Pair::new(lent(&self.publisher, true)?, lent(&self.consumer, false)?))
+        Ok(Pair::new(transport(&self.publisher, true)?, transport(&self.consumer, false)?))
     }
+}
+
+fn transport(api: &Arc<dyn StoreApi>, removes: bool) -> Result<Arc<StoreTransport>> {
+    let api = Lent::new(api.clone(), removes);
+    let reader: Arc<dyn SegmentReader> = Arc::new(TcpEngine::new(TcpOptions::default()));
+    let config = StoreConfig::default().pool(ByteSize::mib(256), ByteSize::mib(0));
+    Ok(Arc::new(StoreTransport::start_with(api, config, Some(reader))?))
 }
 
 fn client(master: SocketAddr) -> Arc<dyn StoreApi> {
@@ -109,6 +110,24 @@ async fn the_conformance_suite_holds() {
         }
         assert_eq!(master.metric("master_key_count").unwrap(), 0.0, "{} leaves some", case.name);
     }
-    drop((harness, owner));
+
+    let reader = transport(&harness.consumer, true).unwrap();
+    let tensor = Tensor::new(
+        TensorMeta::new(Dtype::Uint8, [3 << 20]).unwrap(),
+        RegionSlice::copy_of(&(0..3 << 20).map(|i| (i % 251) as u8).collect::<Vec<_>>()),
+    );
+    let tensors = [(FeatureName::new("t").unwrap(), tensor.unwrap())].into();
+    let key =
+        SampleKey::new(StoreId::new("native").unwrap(), SampleId::new("a").unwrap(), Generation(1));
+    let publication = Publication::new(key, tensors, Ready::Now);
+    let described = reader.publish(vec![publication], PublishOptions::default()).await.unwrap();
+    let request = FetchRequest::new(Arc::new(described[0].clone()), Destination::Pool);
+    let request = request.ranges(vec![1_000_000..1_000_003, 0..2]);
+    let fetched = reader.fetch(vec![request], FetchOptions::default()).await.unwrap();
+    let expected = [1_000_000 % 251, 1_000_001 % 251, 1_000_002 % 251, 0, 1].map(|n: u32| n as u8);
+    assert_eq!(fetched[0].tensors[0].data.as_bytes().unwrap(), expected);
+    assert_eq!(reader.stats().native_bytes, 5, "nothing else has moved");
+    reader.close().await.unwrap();
+    drop((harness, reader, owner));
     master.stop();
 }

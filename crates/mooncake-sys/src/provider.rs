@@ -35,6 +35,8 @@ pub struct StoreCapabilities {
     pub put_new: bool,
     /// Objects can be put into a tenant.
     pub tenants: bool,
+    /// The client adds object memory: some objects lie in this process.
+    pub object_memory: bool,
 }
 
 impl StoreCapabilities {
@@ -49,6 +51,13 @@ impl StoreCapabilities {
     #[must_use]
     pub fn put_new(mut self, yes: bool) -> Self {
         self.put_new = yes;
+        self
+    }
+
+    /// Sets whether the client adds object memory.
+    #[must_use]
+    pub fn object_memory(mut self, yes: bool) -> Self {
+        self.object_memory = yes;
         self
     }
 

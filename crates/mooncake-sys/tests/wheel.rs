@@ -111,6 +111,7 @@ fn new_objects_are_told_from_old_ones_and_found_where_they_lie() {
     let (one, other) = (store(master.address(), 0), store(master.address(), 0));
     assert!(one.provider().store.put_new);
     assert!(!owner.provider().store.put_new, "it copies within the process instead");
+    assert!(owner.provider().store.object_memory && !one.provider().store.object_memory);
     const TAKEN: Result<(), StoreCode> = Err(StoreCode::OBJECT_ALREADY_EXISTS);
     const FULL: Result<(), StoreCode> = Err(StoreCode::NO_AVAILABLE_HANDLE);
     let ours = vec![1u8; 5000];

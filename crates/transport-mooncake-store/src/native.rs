@@ -12,7 +12,7 @@ use std::{
     thread,
 };
 
-use mooncake_sys::{Replica, SegmentRead, SegmentReader};
+use mooncake_sys::{Replica, SegmentRead, SegmentReader, StoreApi};
 use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, RegionMut, RemoteAddr, Result, SessionName};
 
@@ -25,7 +25,8 @@ const AT_A_TIME: usize = 4;
 #[derive(Debug)]
 pub(crate) struct Native {
     reader: Arc<dyn SegmentReader>,
-    host: String, // by which others reach this process
+    /// By which others reach the object memory of this client, if it has any.
+    host: Option<String>,
     /// Segments that are known, and whether they are left to Mooncake.
     left: Mutex<HashMap<Arc<str>, bool>>,
     bytes: AtomicU64,
@@ -80,10 +81,13 @@ struct Group {
 }
 
 impl Native {
-    /// Reads through `reader`, for the client that the cluster knows as `hostname`.
-    pub(crate) fn new(reader: Arc<dyn SegmentReader>, hostname: &str) -> Self {
-        let host = hostname.parse().map_or(String::new(), |name: SessionName| name.host().into());
-        Self { reader, host, left: Mutex::default(), bytes: AtomicU64::new(0) }
+    /// Reads through `reader`, for the client behind `api`.
+    pub(crate) fn new(reader: Arc<dyn SegmentReader>, api: &dyn StoreApi) -> Result<Self> {
+        let host = match api.provider().store.object_memory {
+            true => api.hostname()?.parse().ok().map(|name: SessionName| name.host().to_owned()),
+            false => None,
+        };
+        Ok(Self { reader, host, left: Mutex::default(), bytes: AtomicU64::new(0) })
     }
 
     /// Payload that came this way.
@@ -181,15 +185,16 @@ impl Native {
         Some((replica, groups.len() - 1))
     }
 
-    /// Whether a segment is left to Mooncake: it is this process's own, from which Mooncake copies
+    /// Whether a segment is left to Mooncake: it is this client's own, from which Mooncake copies
     /// without a wire, or its name is not that of a handshake.
     fn is_left(&self, name: &Arc<str>) -> bool {
         if let Some(is_left) = self.left.lock().get(name) {
             return *is_left;
         }
         let segment = name.parse::<SessionName>();
-        let is_left = segment.is_err()
-            || segment.is_ok_and(|name| name.host() == self.host && listens(name.port()));
+        let is_own =
+            |name: SessionName| self.host.as_deref() == Some(name.host()) && listens(name.port());
+        let is_left = segment.map_or(true, is_own);
         self.left.lock().insert(name.clone(), is_left);
         is_left
     }
@@ -205,6 +210,9 @@ fn joined(mut parts: impl Iterator<Item = RegionMut>) -> Result<RegionMut> {
 
 /// Whether this process listens on a port: the segment's name is not the client's, and no call says
 /// which it is. If the system does not tell, the answer is no, and a read takes the wire.
+///
+/// A process that inherited the sockets of the one that started it, as Mooncake leaves them, answers
+/// yes for that one's segments: so only those with object memory of their own ask.
 fn listens(port: u16) -> bool {
     const LISTEN: &str = "0A";
     let mut sockets = HashSet::new();

@@ -91,14 +91,15 @@ impl StoreTransport {
         capabilities.publish = true;
         capabilities.fetch = true;
         capabilities.cross_host = true;
-        capabilities.ranges = reader.is_some();
+        // What lies in this process Mooncake's engine reads, and that reads whole objects.
+        capabilities.ranges = reader.is_some() && !api.provider().store.object_memory;
         let mut engine = api.provider().to_string();
         if let Some(reader) = &reader {
             engine += &format!("; reads by {}", reader.name());
         }
         let info = TransportInfo::new("store", engine, capabilities);
         let native = match reader {
-            Some(reader) => Some(Native::new(reader, &api.hostname()?)),
+            Some(reader) => Some(Native::new(reader, &*api)?),
             None => None,
         };
         let memory = Memory::new(api.clone(), &config)?;

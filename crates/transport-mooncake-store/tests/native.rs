@@ -27,6 +27,13 @@ struct Bed {
 
 /// Objects called `a…` lie at one owner, `b…` at another, and `own…` in this process.
 fn bed_with(change: impl FnOnce(&mut StoreConfig)) -> Bed {
+    bed_of(|cluster| cluster.client_with_sessions(), change)
+}
+
+fn bed_of(
+    client: impl FnOnce(&Arc<Cluster>) -> Arc<FakeStore>,
+    change: impl FnOnce(&mut StoreConfig),
+) -> Bed {
     let cluster = Cluster::new();
     cluster.set_segment("/a", "127.0.0.1:17".into());
     cluster.set_segment("/b", "127.0.0.1:18".into());
@@ -36,7 +43,7 @@ fn bed_with(change: impl FnOnce(&mut StoreConfig)) -> Bed {
     config.backoff = Duration::from_millis(1);
     config.segment_silence = None;
     change(&mut config);
-    let (client, reader) = (cluster.client_with_sessions(), Arc::<FakeReader>::default());
+    let (client, reader) = (client(&cluster), Arc::<FakeReader>::default());
     let transport =
         StoreTransport::start_with(client.clone(), config, Some(reader.clone())).unwrap();
     Bed { cluster, _client: client, reader, transport, _own: own }
@@ -84,7 +91,8 @@ impl Bed {
 
 #[tokio::test]
 async fn what_others_hold_is_read_from_them_and_the_rest_by_mooncake() {
-    let bed = bed();
+    let bed = bed_of(Cluster::client_with_memory, |_| {});
+    assert!(!bed.transport.info().capabilities.ranges, "the rest is read whole");
     let described = bed.publish(&["a1", "b1", "a2", "own", "nowhere"]).await;
     bed.fetch(&described).await.unwrap();
     let mut segments = bed.reader.segments.lock().clone();
@@ -96,6 +104,16 @@ async fn what_others_hold_is_read_from_them_and_the_rest_by_mooncake() {
     assert_eq!(bed.transport.health().await.unwrap().host_payload_bytes, 10 * LEN);
     bed.transport.close().await.unwrap();
     assert!(bed.reader.closed.load(std::sync::atomic::Ordering::SeqCst));
+}
+
+#[tokio::test]
+async fn a_client_without_memory_leaves_nothing_to_mooncake() {
+    // Also where this process listens at the segment's address: it inherited the socket of the
+    // process that started it.
+    let bed = bed();
+    let described = bed.publish(&["a1", "own"]).await;
+    bed.fetch(&described).await.unwrap();
+    assert_eq!((bed.transport.stats().native_bytes, bed.cluster.calls().get), (2 * LEN, 0));
 }
 
 #[tokio::test]
@@ -239,11 +257,14 @@ async fn ranges_of_what_others_hold_are_read_alone() {
 #[tokio::test]
 async fn ranges_of_the_rest_are_cut_from_what_mooncake_reads() {
     let bed = bed();
-    let described = bed.publish(&["own", "a1"]).await;
+    let described = bed.publish(&["b1", "a1"]).await;
+    bed.reader.script([Turn::Fail(ErrorKind::Unsupported)]); // the owner of `b…`, for good
+    bed.fetch(&described[..1]).await.unwrap();
+    let before = bed.cluster.calls();
     let asked = || {
         vec![
             ranged(&described[0], &[(0, 10)], Some(RegionMut::zeroed(10).unwrap())),
-            (FetchRequest::new(described[0].clone(), Destination::Pool), bytes_of("own")),
+            (FetchRequest::new(described[0].clone(), Destination::Pool), bytes_of("b1")),
             ranged(&described[0], &[(990, 1000), (3, 4)], None),
             ranged(&described[1], &[(1, 2)], None),
         ]
@@ -252,10 +273,10 @@ async fn ranges_of_the_rest_are_cut_from_what_mooncake_reads() {
     fetch_ranged(&bed, asked()).await;
     let calls = bed.cluster.calls();
     // Mooncake would fill only one destination of a key that is twice in one call.
-    assert_eq!((calls.get, calls.get_keys), (3, 3));
+    assert_eq!((calls.get - before.get, calls.get_keys - before.get_keys), (3, 3));
     assert_eq!(bed.transport.stats().copied_bytes - copied, 21, "what was cut out");
     // Mooncake's engine may still write what it failed to fill: not the caller's memory.
-    bed.cluster.script(vec![Fault::Get("own", -800); 2]);
+    bed.cluster.script(vec![Fault::Get("b1", -800); 2]);
     fetch_ranged(&bed, asked()).await;
     assert_eq!(bed.transport.health().await.unwrap().quarantined_bytes, 2 * LEN);
     let error =

@@ -116,9 +116,10 @@ impl StoreLibrary {
         if raw.is_null() {
             return Err(Error::new(ErrorKind::Unexpected, SETUP, "the library gave no client"));
         }
+        let capabilities = self.info.store.object_memory(setup.segment_bytes > 0);
         let store = CStore {
             table: self.table,
-            info: self.info.clone(),
+            info: self.info.clone().store(capabilities),
             handle: RwLock::new(Some(Handle(raw))), // destroyed on drop, whatever setup says
         };
         let (segment, buffer) = (setup.segment_bytes, setup.buffer_bytes);

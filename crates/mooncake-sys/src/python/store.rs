@@ -59,6 +59,7 @@ impl WheelStore {
                 c"batch_put_session_revoke",
             ];
             let capabilities = StoreCapabilities::default()
+                .object_memory(setup.segment_bytes > 0)
                 .batch_remove(has(c"batch_remove"))
                 .put_new(setup.segment_bytes == 0 && sessions.into_iter().all(has));
             let file = native_file(gil, &module)?;

@@ -121,6 +121,12 @@ impl Cluster {
         self.client_that(StoreCapabilities::default().batch_remove(true).put_new(true))
     }
 
+    /// One that adds object memory, too.
+    pub fn client_with_memory(self: &Arc<Self>) -> Arc<FakeStore> {
+        let can = StoreCapabilities::default().batch_remove(true).put_new(true);
+        self.client_that(can.object_memory(true))
+    }
+
     fn client_that(self: &Arc<Self>, can: StoreCapabilities) -> Arc<FakeStore> {
         let info = ProviderInfo::new(ProviderKind::Other, "fake").store(can);
         Arc::new(FakeStore {
