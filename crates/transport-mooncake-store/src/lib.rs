@@ -35,8 +35,12 @@
 //! With a [`SegmentReader`](mooncake_sys::SegmentReader) ([`StoreTransport::start_with`]) the master
 //! says where an object lies and grants the lease, and the bytes come from the owner of its segment
 //! over the reader's own wire. What has taken longer than the lease is read again, as ever. Left to
-//! Mooncake are objects in this process's own segment, and in segments whose owners turn out to speak
-//! another wire, with a warning. The native tcp engine (`transport_mooncake_direct::TcpEngine`) is
+//! Mooncake are objects in this client's own segment, and in segments whose owners turn out to speak
+//! another wire, with a warning.
+//!
+//! A client with a reader and without object memory reads
+//! [ranges](transport_core::Capabilities::ranges) of tensors: a range is another address. What is left
+//! to Mooncake all the same is read whole and cut. The native tcp engine (`transport_mooncake_direct::TcpEngine`) is
 //! such a reader: it moves large objects about twice as fast as Mooncake's, and the memory of a read
 //! that failed is free again at once.
 //!
