@@ -14,6 +14,7 @@ use std::{
     net::SocketAddr,
     process::{Child, Command, Stdio},
     sync::Arc,
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -111,23 +112,58 @@ async fn the_conformance_suite_holds() {
         assert_eq!(master.metric("master_key_count").unwrap(), 0.0, "{} leaves some", case.name);
     }
 
-    let reader = transport(&harness.consumer, true).unwrap();
-    let tensor = Tensor::new(
-        TensorMeta::new(Dtype::Uint8, [3 << 20]).unwrap(),
-        RegionSlice::copy_of(&(0..3 << 20).map(|i| (i % 251) as u8).collect::<Vec<_>>()),
-    );
-    let tensors = [(FeatureName::new("t").unwrap(), tensor.unwrap())].into();
-    let key =
-        SampleKey::new(StoreId::new("native").unwrap(), SampleId::new("a").unwrap(), Generation(1));
-    let publication = Publication::new(key, tensors, Ready::Now);
-    let described = reader.publish(vec![publication], PublishOptions::default()).await.unwrap();
-    let request = FetchRequest::new(Arc::new(described[0].clone()), Destination::Pool);
-    let request = request.ranges(vec![1_000_000..1_000_003, 0..2]);
-    let fetched = reader.fetch(vec![request], FetchOptions::default()).await.unwrap();
-    let expected = [1_000_000 % 251, 1_000_001 % 251, 1_000_002 % 251, 0, 1].map(|n: u32| n as u8);
+    drop((harness, owner));
+    master.stop();
+}
+
+const LEN: u64 = 4 << 20;
+
+/// Bytes that differ from sample to sample, and from place to place.
+fn bytes_of(id: usize) -> Vec<u8> {
+    (0..LEN as usize).map(|i| (i % 251 + id) as u8).collect()
+}
+
+fn publication(id: usize) -> Publication {
+    let meta = TensorMeta::new(Dtype::Uint8, [LEN]).unwrap();
+    let tensor = Tensor::new(meta, RegionSlice::copy_of(&bytes_of(id))).unwrap();
+    let (store, sample) = (StoreId::new("native").unwrap(), SampleId::new(id.to_string()).unwrap());
+    let tensors = [(FeatureName::new("t").unwrap(), tensor)].into();
+    Publication::new(SampleKey::new(store, sample, Generation(1)), tensors, Ready::Now)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+async fn sixty_four_gets_at_once_are_whole_and_ranges_move_nothing_else() {
+    let master = support::master();
+    let owner = Owner::start(master.address());
+    let api = client(master.address());
+    let store = transport(&api, true).unwrap();
+    let batch = (0..64).map(publication).collect();
+    let described = store.publish(batch, PublishOptions::default()).await.unwrap();
+    let described: Vec<_> = described.into_iter().map(Arc::new).collect();
+    let options = || FetchOptions::default().deadline(Duration::from_secs(60));
+    let mut gets = tokio::task::JoinSet::new();
+    for (id, descriptor) in described.iter().cloned().enumerate() {
+        let store = store.clone();
+        gets.spawn(async move {
+            let request = FetchRequest::new(descriptor, Destination::Pool);
+            let fetched = store.fetch(vec![request], options()).await.unwrap();
+            assert!(fetched[0].tensors[0].data.as_bytes().unwrap() == bytes_of(id), "{id} differs");
+        });
+    }
+    while let Some(get) = gets.join_next().await {
+        get.unwrap();
+    }
+    assert_eq!(store.stats().native_bytes, 64 * LEN);
+    let request = FetchRequest::new(described[7].clone(), Destination::Pool);
+    let request = request.ranges(vec![1_000_000..1_000_003, 5..5, LEN - 1..LEN, 0..2]);
+    let fetched = store.fetch(vec![request], options()).await.unwrap();
+    let all = bytes_of(7);
+    let expected = [&all[1_000_000..1_000_003], &all[LEN as usize - 1..], &all[..2]].concat();
     assert_eq!(fetched[0].tensors[0].data.as_bytes().unwrap(), expected);
-    assert_eq!(reader.stats().native_bytes, 5, "nothing else has moved");
-    reader.close().await.unwrap();
-    drop((harness, reader, owner));
+    assert_eq!(store.stats().native_bytes, 64 * LEN + 6, "nothing else has moved");
+    drop(fetched);
+    store.close().await.unwrap();
+    drop((store, api, owner));
     master.stop();
 }

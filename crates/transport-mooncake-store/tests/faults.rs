@@ -219,6 +219,21 @@ async fn memory_of_the_caller_is_registered_once_and_filled_in_place() {
 }
 
 #[tokio::test]
+async fn parts_of_registered_memory_are_not_registered_again() {
+    let bed = bed();
+    let before = bed.client.registered_ranges();
+    let whole = bed.transport.register(RegionMut::zeroed(4096).unwrap()).unwrap();
+    let (head, tail) = whole.split_at(1000).unwrap();
+    let address = tail.address();
+    let tail = bed.transport.register(tail).unwrap();
+    assert_eq!((tail.address(), bed.client.registered_ranges()), (address, before + 1));
+    drop(tail);
+    assert_eq!(bed.client.registered_ranges(), before + 1, "the head is still there");
+    drop(head);
+    assert_eq!(bed.client.registered_ranges(), before);
+}
+
+#[tokio::test]
 async fn a_registration_that_fails_is_an_error_and_no_memory() {
     let bed = bed();
     bed.cluster.script([Fault::Call("register", ErrorKind::Unexpected)]);

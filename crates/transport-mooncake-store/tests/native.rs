@@ -2,7 +2,11 @@
 
 mod fake;
 
-use std::{net::TcpListener, sync::Arc, time::Duration};
+use std::{
+    net::TcpListener,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use fake::{
     Cluster, FakeStore, Fault,
@@ -282,4 +286,21 @@ async fn ranges_of_the_rest_are_cut_from_what_mooncake_reads() {
     let error =
         bed.transport.fetch(vec![asked().remove(0).0.names(vec![])], FetchOptions::default());
     assert_eq!(error.await.unwrap_err().kind(), ErrorKind::InvalidInput);
+}
+
+#[tokio::test]
+async fn two_hundred_thousand_ranges_are_one_call_to_the_owner() {
+    let bed = bed();
+    let described = bed.publish(&["a1"]).await;
+    // Every third is empty; they overlap, and come in no order.
+    let range = |i: u64| {
+        let start = i * 7919 % LEN;
+        (start, if i % 3 == 0 { start } else { (start + i % 5).min(LEN) })
+    };
+    let ranges: Vec<_> = (0..200_000).map(range).collect();
+    let (request, wanted) = ranged(&described[0], &ranges, None);
+    let start = Instant::now();
+    fetch_ranged(&bed, vec![(request, wanted)]).await;
+    assert_eq!(bed.reader.calls(), 1);
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
