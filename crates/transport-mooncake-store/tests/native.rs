@@ -295,7 +295,7 @@ async fn two_hundred_thousand_ranges_are_one_call_to_the_owner() {
     // Every third is empty; they overlap, and come in no order.
     let range = |i: u64| {
         let start = i * 7919 % LEN;
-        (start, if i % 3 == 0 { start } else { (start + i % 5).min(LEN) })
+        (start, if i.is_multiple_of(3) { start } else { (start + i % 5).min(LEN) })
     };
     let ranges: Vec<_> = (0..200_000).map(range).collect();
     let (request, wanted) = ranged(&described[0], &ranges, None);
