@@ -190,7 +190,7 @@ impl Backing {
     /// Kernels before 5.14 cannot, and device memory is taken already: then nothing happens.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`] if the memory is not to be had.
+    /// What the operating system says if the memory is not to be had.
     pub fn populate(&self, threads: usize) -> Result<()> {
         match &self.0.memory {
             Memory::Mapped(map) => map.populate(threads),
