@@ -1,16 +1,18 @@
 //! What went wrong for others: reports F44 to F51, each with a test of its own here or named
 //! where it is.
 //!
-//! F45 and F46 are `native::equal_lengths_are_laid_out_like_unequal_ones`, F48 is
-//! `hostile::bad_offsets_are_named`, F50 is `schema::readers_that_expect_something_else_are_told`,
-//! and the transfers of F47 are counted in the tests of the transport.
+//! The layouts of F45 and F46 are `native::equal_lengths_are_laid_out_like_unequal_ones` too, offsets
+//! of F48 are `hostile::bad_offsets_are_named` and in `bad_input`, F50 is
+//! `schema::readers_that_expect_something_else_are_told`, and the transfers of F47 are counted in the
+//! tests of the transport.
 
 use rollout_codec::{
-    Column, Dense, Library, Ragged, Rollout, RowKind, Scalars, Template, Value, json,
-    mooncake::{ObjectStore, Reader, Reference},
+    Array, Codec, Column, Dense, FieldSchema, Library, Ragged, Rollout, RowKind, RowShape, Scalars,
+    Template, Value, json,
+    mooncake::{MemoryStore, ObjectStore, Place, Reader, Reference, Writer},
     native::{ALIGNMENT, Header, Options, Plan, RolloutView},
 };
-use transport_core::{Dtype, ErrorKind, TensorMeta};
+use transport_core::{Dtype, ErrorKind, Result, TensorMeta};
 
 use crate::{
     golden::{Golden, SAMPLES},
@@ -64,6 +66,138 @@ fn f44_bits_of_unusual_element_types() {
     let unknown = index.replace("complex64", "complex65");
     assert_ne!(unknown, index);
     assert!(Header::parse(&seal(&header, unknown.as_bytes())).is_err());
+}
+
+/// As Mooncake's objects, and their reference.
+fn objects(rollout: &Rollout<'_>) -> (MemoryStore, Result<Reference>) {
+    let mut store = MemoryStore::default();
+    let put = Writer::new(&mut store, "reports")
+        .and_then(|mut writer| writer.put(rollout, &Place::default(), &Default::default()));
+    (store, put)
+}
+
+/// Through Mooncake's objects and back.
+fn stored(rollout: &Rollout<'_>) -> Rollout<'static> {
+    let (store, reference) = objects(rollout);
+    Reader::new(&store).rollout(&reference.unwrap()).unwrap()
+}
+
+/// The same of complex numbers and all others, through Mooncake's layout.
+#[test]
+fn f44_bits_through_mooncakes_layout() {
+    for dtype in Dtype::ALL {
+        let row: Vec<u8> = match dtype {
+            Dtype::Bool => vec![0, 1, 1, 0],
+            // NaNs, infinities and negative zeros among them, whatever the type.
+            _ => [0x00, 0x80, 0xff, 0x7f, 0x01, 0xc1, 0xf0, 0x7e].repeat(4),
+        };
+        for kind in [RowKind::Torch, RowKind::Numpy] {
+            let mut column = Ragged::new(dtype, kind.clone(), Template::flat()).unwrap();
+            column.push(row.clone()).unwrap();
+            column.push(Vec::new()).unwrap();
+            let rollout = with("x", Column::Ragged(column));
+            let (store, reference) = objects(&rollout);
+            match reference {
+                Ok(reference) => {
+                    let back = Reader::new(&store).rollout(&reference).unwrap();
+                    let Column::Ragged(back) = &back.non_tensor["x"] else { panic!("{dtype}") };
+                    assert_eq!((back.dtype(), back.row(0)), (dtype, Some(&row[..])), "{kind:?}");
+                }
+                // Never a stand-in: an error that names the field and the type.
+                Err(error) => {
+                    assert_eq!(error.context("field"), Some("x"), "{error}");
+                    assert!(error.to_string().contains(dtype.name()), "{error}");
+                    assert_eq!(store.keys().count(), 0, "nothing is left");
+                }
+            }
+        }
+    }
+}
+
+/// Which dimension is ragged is the schema's, however long the rows of a batch happen to be.
+#[test]
+fn f45_equal_rows_do_not_change_the_ragged_dimension() {
+    let schema = FieldSchema::new(Codec::RaggedTensor).shape(RowShape::Ragged(1));
+    for lengths in [&[3u64, 3, 3][..], &[5, 5], &[3], &[0], &[0, 0], &[1, 4]] {
+        let rows = lengths.iter().map(|&length| {
+            let meta = TensorMeta::new(Dtype::Int64, [3, length]).unwrap();
+            let bytes: Vec<u8> = (0..meta.nbytes()).map(|i| i as u8).collect();
+            Value::Array(Array::new(Library::Torch, meta, bytes).unwrap())
+        });
+        let rows = Value::List(rows.collect());
+        let rollout = with("x", schema.column(&rows).unwrap());
+        for back in [view(&rollout).rollout().unwrap(), stored(&rollout)] {
+            let Column::Ragged(x) = &back.non_tensor["x"] else { panic!() };
+            assert_eq!(x.to_values().unwrap(), rows_of(&rows), "{lengths:?}");
+        }
+        let header = view(&rollout);
+        let template = header.ragged("x").unwrap().template().unwrap().clone();
+        assert_eq!((&*template.before, &*template.after), (&[3][..], &[][..]), "{lengths:?}");
+    }
+}
+
+fn rows_of(list: &Value) -> Vec<Value> {
+    let Value::List(rows) = list else { panic!("a list") };
+    rows.clone()
+}
+
+/// Rows of three dimensions of which the last is ragged, and longer than the fixed ones.
+#[test]
+fn f46_no_tail_is_cut() {
+    let mut column = Ragged::new(
+        Dtype::Float32,
+        RowKind::Torch,
+        Template { before: [2, 3].into(), after: [].into() },
+    )
+    .unwrap();
+    let rows: Vec<Vec<u8>> = [1u64, 17, 0, 4]
+        .map(|length| (0..2 * 3 * length * 4).map(|i| (i * 7) as u8).collect())
+        .to_vec();
+    rows.iter().for_each(|row| column.push(row.clone()).unwrap());
+    let rollout = with("x", Column::Ragged(column));
+    for back in [view(&rollout).rollout().unwrap(), stored(&rollout)] {
+        let Column::Ragged(x) = &back.non_tensor["x"] else { panic!() };
+        for (i, row) in rows.iter().enumerate() {
+            assert_eq!(x.row(i), Some(&row[..]), "row {i}");
+            assert_eq!(x.shape(i).unwrap(), [2, 3, row.len() as u64 / 24]);
+        }
+    }
+}
+
+/// As many offsets as rows and one, and data of whole elements: anything else is an error.
+#[test]
+fn f48_counts_that_do_not_fit() {
+    let column = Ragged::from_rows(RowKind::Numpy, [&[1i64][..], &[2, 3]]);
+    let rollout = with("x", Column::Ragged(column));
+    let (header, _) = Plan::new(&rollout, &Options::default()).unwrap().encode(1).unwrap();
+    let index = String::from_utf8(header[64..].to_vec()).unwrap();
+    for (from, to) in [
+        ("\"len\":24", "\"len\":16"), // one offset too few: of two rows
+        ("\"len\":24", "\"len\":32"), // and too many
+        ("\"len\":24", "\"len\":20"), // and half of one
+        ("\"len\":24", "\"len\":9223372036854775807"), // and more than there is memory
+    ] {
+        // The offsets come first in the data, and the values, as long by chance, after them.
+        assert!(index.contains(from), "{index}");
+        let forged = index.replacen(from, to, 1);
+        assert!(Header::parse(&seal(&header, forged.as_bytes())).is_err(), "{to}");
+        let at = index.rfind(from).unwrap();
+        let forged = format!("{}{to}{}", &index[..at], &index[at + from.len()..]);
+        assert!(Header::parse(&seal(&header, forged.as_bytes())).is_err(), "values: {to}");
+    }
+    let (store, reference) = objects(&rollout);
+    let reference = reference.unwrap();
+    for (member, sizes) in [("x.offsets", [8usize, 16, 32, 23]), ("x.data", [23, 16, 32, 0])] {
+        for size in sizes {
+            let mut store = store.clone();
+            let key = store.keys().find(|key| key.ends_with(member)).map(str::to_owned);
+            let key = key.unwrap_or_else(|| panic!("{member}"));
+            store.remove(&key).unwrap();
+            store.insert(key.as_str(), vec![0; size]).unwrap();
+            let error = Reader::new(&store).rollout(&reference).unwrap_err();
+            assert_ne!(error.kind(), ErrorKind::Unexpected, "{member} of {size}: {error}");
+        }
+    }
 }
 
 /// Shapes and element types of arrays without bytes are kept.
