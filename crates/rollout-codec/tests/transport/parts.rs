@@ -1,18 +1,18 @@
 //! What is put comes back: whole, by field, by row, in one piece or many.
 
-use std::{num::NonZeroU64, sync::Arc};
+use std::{num::NonZeroU64, sync::Arc, time::Duration};
 
 use proptest::{prelude::*, test_runner::TestRunner};
 use rollout_codec::{
     Column, Scalars,
-    native::{self, ReadLimits},
+    native::{self, Options, ReadLimits},
     transport::{RolloutConfig, RolloutTransport, Verify},
 };
 use transport_core::{Dtype, MemoryTransport};
 
 use crate::{
     any::{any_rollout, same_rollout},
-    support::{MIB, NoViews, empty, memory, rollouts, text},
+    support::{MIB, NoViews, SlowLink, empty, memory, rollouts, text},
 };
 
 fn runtime() -> tokio::runtime::Runtime {
@@ -259,4 +259,24 @@ async fn rows_of_narrowed_fields_and_null_numbers() {
         over.cleanup([&handle]).await.unwrap();
         empty(&*memory).await;
     }
+}
+
+/// While a part is sent the next one is gathered, and never more than the configured number wait.
+#[tokio::test]
+async fn gathering_and_sending_overlap() {
+    let rollout = text(8 * MIB);
+    let parts = native::Plan::new(&rollout, &Options::default()).unwrap().parts(MIB).len();
+    let put = async |patience, in_flight| {
+        let link = SlowLink::new(memory(64 * MIB), parts, patience);
+        let config = RolloutConfig::default().chunks(NonZeroU64::new(MIB).unwrap(), in_flight);
+        rollouts(link.clone(), config).put(rollout.clone()).await.unwrap();
+        link.sent()
+    };
+    for in_flight in [2, 3] {
+        let sent = put(Duration::from_secs(20), in_flight).await;
+        assert_eq!(sent.overlapped, parts - 1, "each but the last: {sent:?}");
+        assert!((2..=in_flight).contains(&sent.most), "{sent:?}");
+    }
+    let sent = put(Duration::from_millis(5), 1).await;
+    assert_eq!((sent.overlapped, sent.most), (0, 1), "one at a time");
 }

@@ -3,9 +3,10 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex,
+        Arc, Condvar, Mutex,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use rollout_codec::{
@@ -182,6 +183,102 @@ impl Transport for Keyed {
             }
         }
         Ok(report)
+    }
+
+    async fn health(&self) -> Result<Health> {
+        self.inner.health().await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.inner.close().await
+    }
+}
+
+/// A slow link: what was gathered is sent as long as the next part takes to be gathered, or until
+/// patience ends.
+#[derive(Debug)]
+pub(crate) struct SlowLink {
+    inner: Arc<dyn Transport>,
+    info: TransportInfo,
+    parts: usize,
+    patience: Duration,
+    state: Arc<(Mutex<Sent>, Condvar)>,
+}
+
+/// What happened on a slow link.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sent {
+    gathered: usize,
+    on_their_way: usize,
+    /// Most parts that had been gathered and not been sent at a time.
+    pub(crate) most: usize,
+    /// Parts that were sent until another was gathered.
+    pub(crate) overlapped: usize,
+}
+
+impl SlowLink {
+    pub(crate) fn new(inner: Arc<dyn Transport>, parts: usize, patience: Duration) -> Arc<Self> {
+        let mut can: Capabilities = inner.info().capabilities.clone();
+        (can.views, can.ranges) = (false, false);
+        let info = TransportInfo::new("slow link", "test", can);
+        Arc::new(Self { inner, info, parts, patience, state: Arc::default() })
+    }
+
+    pub(crate) fn sent(&self) -> Sent {
+        *self.state.0.lock().unwrap()
+    }
+}
+
+#[async_trait::async_trait]
+impl Transport for SlowLink {
+    fn info(&self) -> &TransportInfo {
+        &self.info
+    }
+
+    async fn publish(
+        &self,
+        batch: Vec<Publication>,
+        options: PublishOptions,
+    ) -> Result<Vec<Descriptor>> {
+        let (state, parts, patience) = (self.state.clone(), self.parts, self.patience);
+        let send = move |publication: Publication| {
+            if publication.writer.is_none() {
+                return Ok(publication);
+            }
+            let publication = publication.materialized()?;
+            let (sent, changed) = &*state;
+            let mut sent = sent.lock().unwrap();
+            sent.gathered += 1;
+            sent.on_their_way += 1;
+            sent.most = sent.most.max(sent.on_their_way);
+            changed.notify_all();
+            let own = sent.gathered;
+            if own < parts {
+                let another = |sent: &mut Sent| sent.gathered == own;
+                let (guard, ended) = changed.wait_timeout_while(sent, patience, another).unwrap();
+                sent = guard;
+                sent.overlapped += usize::from(!ended.timed_out());
+            }
+            sent.on_their_way -= 1;
+            Ok::<_, Error>(publication)
+        };
+        let sending = tokio::task::spawn_blocking(move || {
+            batch.into_iter().map(send).collect::<Result<Vec<_>>>()
+        });
+        let batch = sending.await.unwrap()?;
+        self.inner.publish(batch, options).await
+    }
+
+    async fn fetch(
+        &self,
+        requests: Vec<FetchRequest>,
+        options: FetchOptions,
+    ) -> Result<Vec<Fetched>> {
+        self.inner.fetch(requests, options).await
+    }
+
+    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+        self.inner.release(releases).await
     }
 
     async fn health(&self) -> Result<Health> {
