@@ -172,9 +172,12 @@ const FLAT: f64 = 0.15;
 /// the scheduler has put them. So each pair measures every row, and no row rests on a few of them.
 const PAIRS: usize = 9;
 /// Samples that each of them moves for a row at least.
-const MOVED: usize = 5_000;
+const MOVED: usize = 2_500;
 /// Calls of other samples before each measured pass, so that no thread has to be woken for it.
 const WARM_UP: usize = 4;
+/// Bytes that are written before each pass, so that nothing of it is in a cache: after twice the size
+/// of the last one, part of the small rows was still there, and they looked a sixth cheaper.
+const EVICT: usize = 256 * MIB;
 
 /// The cost of one small sample, whatever their number.
 fn samples() {
@@ -191,7 +194,7 @@ fn samples() {
         "medians (and quartiles) over these, and of the means of all calls. Every page was touched"
     );
     println!("before, and nothing of it is in a cache; {WARM_UP} other calls come right before.");
-    let mut evict = vec![0u8; 64 * MIB];
+    let mut evict = vec![0u8; EVICT];
     for engine in [Engine::Shm, Engine::Tcp] {
         let (mut rows, mut idle) = (LIVE.map(|_| Vec::new()), Vec::new());
         for number in 0..PAIRS {
