@@ -196,7 +196,7 @@ impl Settings {
     fn table(&mut self, table: toml::Table) -> Result<()> {
         for (name, value) in table {
             if value.is_table() {
-                let why = "settings have no tables";
+                let why = "a value of the wrong type: no setting is a table";
                 return Err(Error::new(ErrorKind::ConfigInvalid, "read configuration", why)
                     .with("found", format_args!("[{name}]"))
                     .remedy(

@@ -131,6 +131,7 @@ fn a_manifest_that_disagrees_is_a_wrong_result() {
     }
     let manifest = std::fs::read_to_string(format!("{real}/manifest.json")).expect("text");
     let mut manifest: Value = serde_json::from_str(&manifest).expect("JSON");
+    manifest["samples"].as_array_mut().expect("a list").truncate(2);
     manifest["samples"][1]["tensors"]["loss_mask"]["sha256"] = "0".repeat(64).into();
     std::fs::write(folder.path().join("manifest.json"), manifest.to_string()).expect("written");
     let folder = folder.path().to_str().expect("UTF-8");
