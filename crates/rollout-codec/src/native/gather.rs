@@ -184,7 +184,7 @@ fn fill(segment: &Planned<'_>, start: u64, dest: &mut [u8], checksum: bool) -> R
         rest = later;
     }
     debug_assert!(rest.is_empty(), "sources are as long as their segment");
-    Ok(checksum.then(|| XxHash3_64::oneshot(dest)))
+    Ok(checksum.then(|| block_sum(dest)))
 }
 
 /// The checksum of a segment, from its sources.
