@@ -8,7 +8,7 @@ mod mooncake;
 mod rollout;
 
 use std::{
-    io::{IsTerminal, Write},
+    io::IsTerminal,
     path::PathBuf,
     process::ExitCode,
     time::Duration,
@@ -20,6 +20,7 @@ use featurestore::{
     config::Problems,
     input::Folder,
     pipeline::{self, Options, Preset},
+    process::{Notes, PRINT, note, say},
     server::{CaptureServer, end_of_life},
     source::Source,
     workload::Model,
@@ -73,6 +74,9 @@ enum Command {
         /// File with settings, in TOML or (.yaml, .yml) YAML.
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,
+        /// Folder of the run, which the trainer removes if the pipeline is gone.
+        #[arg(long, value_name = "DIR")]
+        folder: PathBuf,
     },
 }
 
@@ -226,7 +230,7 @@ pub(crate) fn run() -> ExitCode {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(Notes::default)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
     let outcome = match cli.command {
@@ -240,7 +244,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Config(ConfigCommand::Explain(run)) => launch::explain(&run),
         Command::Config(ConfigCommand::Schema) => launch::schema(),
         Command::Config(ConfigCommand::Show { config }) => show(config.as_deref()),
-        Command::Trainer { config } => trainer(config.as_deref()),
+        Command::Trainer { config, folder } => trainer(config.as_deref(), folder),
     };
     outcome.unwrap_or_else(|error| {
         if error.operation() == PRINT && error.kind() == ErrorKind::PeerGone {
@@ -307,21 +311,13 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })
 }
 
-/// What fails when a result cannot be printed.
-const PRINT: &str = "print result";
 /// Exit code of a program whose reader has left, which SIGPIPE would have ended.
 const BROKEN_PIPE: u8 = 128 + 13;
 
-/// Prints a line on standard output; a closed or full one is an error, not a panic.
-fn say(line: impl std::fmt::Display) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|e| Error::io(PRINT, e))
-}
-
-fn trainer(file: Option<&std::path::Path>) -> Result<ExitCode> {
+fn trainer(file: Option<&std::path::Path>, folder: PathBuf) -> Result<ExitCode> {
     let config = Config::from_settings(&layered(file)?)?;
     mooncake::prepare(config.transport, &config.mooncake)?;
-    runtime(1, 4)?.block_on(pipeline::trainer::run(config))?;
+    runtime(1, 4)?.block_on(pipeline::trainer::run(config, folder))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -384,10 +380,4 @@ fn columns<const N: usize>(rows: impl Iterator<Item = [String; N]>) -> String {
         padded.collect::<String>() + &row[N - 1]
     };
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
-}
-
-/// Writes a line to standard error. Where that is full or closed nobody reads it, and `eprintln!`
-/// would panic.
-fn note(line: std::fmt::Arguments<'_>) {
-    let _ = writeln!(std::io::stderr(), "{line}");
 }

@@ -49,7 +49,7 @@ pub mod mooncake;
 #[cfg(feature = "cli")]
 pub mod pipeline;
 #[cfg(feature = "cli")]
-mod process;
+pub mod process;
 #[cfg(feature = "lifecycle")]
 pub mod producer;
 #[cfg(feature = "lifecycle")]

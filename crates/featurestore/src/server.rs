@@ -39,7 +39,7 @@ use transport_mooncake_direct::AllowList;
 
 use crate::{
     config::{Problems, ServerConfig},
-    process::peak_rss_bytes,
+    process::{Signals, peak_rss_bytes},
     source::Source,
 };
 pub use pace::Paced;
@@ -267,17 +267,14 @@ async fn prometheus(State(state): State<Arc<Shared>>) -> Response {
 /// Signals within this time are one.
 const SAME_WISH: Duration = Duration::from_millis(500);
 
-/// Completes on SIGINT, SIGTERM or, with `with_parent`, when standard input ends: the parent
+/// Completes on SIGINT, SIGTERM, SIGHUP or, with `with_parent`, when standard input ends: the parent
 /// process holds its other end. Signals count from this call on, not only from the first poll.
 ///
 /// Another signal, half a second or more after the first, ends the process at once as SIGKILL
 /// would. One that follows at once is the same wish: `timeout` and terminals tell a process and its
 /// group. The end of standard input is no signal.
 pub fn end_of_life(with_parent: bool) -> Result<impl Future<Output = ()> + Send + 'static> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let handled = |kind| signal(kind).map_err(|e| Error::io("handle signal", e));
-    let mut term = handled(SignalKind::terminate())?;
-    let mut int = handled(SignalKind::interrupt())?;
+    let mut signals = Signals::listen()?;
     let (send, gone) = tokio::sync::oneshot::channel::<()>();
     let kept = if with_parent {
         // A thread of its own: a blocked read must not keep the runtime from ending.
@@ -293,16 +290,12 @@ pub fn end_of_life(with_parent: bool) -> Result<impl Future<Output = ()> + Send 
     Ok(async move {
         let _kept = kept;
         let mut first = tokio::select! {
-            _ = term.recv() => Some(Instant::now()),
-            _ = int.recv() => Some(Instant::now()),
+            _ = signals.next() => Some(Instant::now()),
             _ = gone => None,
         };
         tokio::spawn(async move {
             loop {
-                tokio::select! {
-                    _ = term.recv() => {}
-                    _ = int.recv() => {}
-                }
+                signals.next().await;
                 if first.get_or_insert_with(Instant::now).elapsed() >= SAME_WISH {
                     break;
                 }

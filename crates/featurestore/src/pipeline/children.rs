@@ -14,6 +14,7 @@ use super::{
     Options,
     messages::{Event, Start},
     plan::Plan,
+    producer::ControlFolder,
     report::ServerReport,
 };
 use crate::{
@@ -222,14 +223,18 @@ impl Trainer {
         options: &Options,
         mooncake: &MooncakeConfig,
         start: &Start,
+        folder: &ControlFolder,
     ) -> Result<Self> {
         let mut child = command(options, mooncake, "trainer")?
+            .arg("--folder")
+            .arg(folder.path())
             .env(
                 "FEATURESTORE_DEVICE",
                 options.trainer_device.unwrap_or(options.device).to_string(),
             )
             .spawn()
             .map_err(|e| Error::io("start trainer", e))?;
+        folder.make()?; // who is to remove it runs
         let name = format!("the trainer (pid {})", child.id().unwrap_or(0));
         let mut stdin = child.stdin.take().expect("piped");
         let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());

@@ -31,6 +31,7 @@ pub use report::{LedgerReport, MooncakeReport, PeakRss, Report, ServerReport, Tr
 use crate::{
     config::{MooncakeConfig, Settings, TransportChoice},
     ledger::{Ledger, LedgerOptions},
+    process::Signals,
     workload::{self, Model},
 };
 use children::{Server, Trainer};
@@ -152,30 +153,16 @@ impl Options {
 /// Runs the job to its end and reports. Mismatches, leaks and shortfalls are in the report; see
 /// [`Report::verdict`].
 pub async fn run(options: &Options) -> Result<Report> {
-    let interrupted = interrupted()?;
+    let mut signals = Signals::listen()?;
     tokio::select! {
         outcome = job(options) => outcome,
         // Dropping the job ends every process that it has started.
-        signal = interrupted => Err(Error::new(
+        signal = signals.next() => Err(Error::new(
             ErrorKind::Closed,
             "run pipeline",
             format!("ended by {signal}, and with it everything that was started"),
         )),
     }
-}
-
-/// Completes on SIGINT or SIGTERM, named; they count from this call on.
-fn interrupted() -> Result<impl Future<Output = &'static str>> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let handled = |kind| signal(kind).map_err(|e| Error::io("handle signal", e));
-    let mut int = handled(SignalKind::interrupt())?;
-    let mut term = handled(SignalKind::terminate())?;
-    Ok(async move {
-        tokio::select! {
-            _ = int.recv() => "SIGINT",
-            _ = term.recv() => "SIGTERM",
-        }
-    })
 }
 
 async fn job(options: &Options) -> Result<Report> {
@@ -240,7 +227,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     }
     // On a device more are read together; see the trainer.
     let pool = pool_of(if are_on_device { 8 } else { 4 });
-    let folder = ControlFolder::new()?;
+    let folder = ControlFolder::new();
     let absolute =
         |path: &PathBuf| std::path::absolute(path).map_err(|e| Error::io("find file", e));
     let ledger = match &options.ledger {
@@ -260,7 +247,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         ledger,
         input: options.input.as_ref().map(absolute).transpose()?,
     };
-    let trainer = Trainer::start(options, &store.config, &start).await?;
+    let trainer = Trainer::start(options, &store.config, &start, &folder).await?;
     let progress = Arc::new(Progress::new(options, plan.len(), &trainer));
     let outcome =
         producer::run(options, &mut servers, trainer, &plan, folder.path(), &progress).await;

@@ -303,13 +303,17 @@ impl Transport for Elsewhere {
 pub(super) struct ControlFolder(PathBuf);
 
 impl ControlFolder {
-    /// Makes a folder that only this user can look into.
-    pub(super) fn new() -> Result<Self> {
+    /// Names a folder that is not there yet.
+    pub(super) fn new() -> Self {
+        Self(std::env::temp_dir().join(format!("featurestore-run-{}", ClientId::random())))
+    }
+
+    /// Makes the folder, which only this user can look into. From before this call on, somebody has
+    /// to know of it who removes it if this process is killed: the trainer.
+    pub(super) fn make(&self) -> Result<()> {
         use std::os::unix::fs::DirBuilderExt;
-        let path = std::env::temp_dir().join(format!("featurestore-run-{}", ClientId::random()));
-        let made = std::fs::DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(|e| Error::io("make run's folder", e).with("folder", path.display()))?;
-        Ok(Self(path))
+        let made = std::fs::DirBuilder::new().mode(0o700).create(&self.0);
+        made.map_err(|e| Error::io("make run's folder", e).with("folder", self.0.display()))
     }
 
     pub(super) fn path(&self) -> &Path {

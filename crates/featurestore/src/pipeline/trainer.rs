@@ -10,6 +10,7 @@ mod marks;
 use std::{
     collections::VecDeque,
     io::{BufRead, Write},
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -57,24 +58,32 @@ const POLL: Duration = Duration::from_millis(1);
 /// Windows that wait for the training loop, besides those that it reads.
 const WINDOWS: usize = 2;
 
-/// Runs the trainer until the run's channel ends, or its standard input does.
+/// Runs the trainer until the run's channel ends, or its standard input does: then the pipeline is
+/// gone, and nobody else removes `folder` any more.
 ///
 /// The first line of its input overrides transport, strictness and pool of `config`.
-pub async fn run(config: Config) -> Result<()> {
-    match train(config).await {
-        Ok(totals) => say(&Event::Done(Box::new(totals))),
-        Err(error) => {
-            say(&Event::Failed { error: error.to_string() })?;
-            Err(error)
-        }
-    }
-}
-
-async fn train(config: Config) -> Result<Totals> {
+pub async fn run(config: Config, folder: PathBuf) -> Result<()> {
     let (first, start) = oneshot::channel::<Result<Start>>();
     let (left, pipeline_left) = oneshot::channel::<()>();
     // A thread of its own: a blocked read must not keep the runtime from ending.
     std::thread::spawn(move || read_input(first, left));
+    let outcome = tokio::select! {
+        outcome = train(config, start) => Some(outcome),
+        _ = pipeline_left => None,
+    };
+    let gone = || Error::new(ErrorKind::Closed, "train", "the pipeline is gone");
+    let told = match &outcome {
+        Some(Ok(totals)) => say(&Event::Done(Box::new(totals.clone()))),
+        Some(Err(error)) => say(&Event::Failed { error: error.to_string() }),
+        None => Err(gone()),
+    };
+    if told.is_err() {
+        super::producer::remove(&folder);
+    }
+    outcome.unwrap_or_else(|| Err(gone())).and(told)
+}
+
+async fn train(config: Config, start: oneshot::Receiver<Result<Start>>) -> Result<Totals> {
     let ended = || Error::new(ErrorKind::Closed, "train", "the input ended before it began");
     let start = start.await.map_err(|_| ended())??;
     let peers = start.peers.iter().map(|p| p.parse()).collect::<Result<Vec<SessionName>>>()?;
@@ -87,7 +96,6 @@ async fn train(config: Config) -> Result<Totals> {
     let warm = store.health().await?.registrations;
     let views = store.info().capabilities.views;
     let marks = Marks::default();
-    let folder = start.folder.clone();
     let training = {
         let (samples, deadline) = (store.samples().clone(), store.deadline());
         let (marks, runtime) = (marks.clone(), Handle::current());
@@ -109,14 +117,7 @@ async fn train(config: Config) -> Result<Totals> {
         outcome
     };
     let panicked = |e| Error::new(ErrorKind::Unexpected, "train", "the loop panicked").source(e);
-    let mut totals = tokio::select! {
-        totals = training => totals.map_err(panicked)??,
-        _ = pipeline_left => {
-            // Nobody else removes it any more.
-            super::producer::remove(&folder);
-            return Err(Error::new(ErrorKind::Closed, "train", "the pipeline is gone"));
-        }
-    };
+    let mut totals = training.await.map_err(panicked)??;
     totals.cleanup_s = marks.freeing().as_secs_f64();
     totals.ledger.elapsed_s = marks.recording().as_secs_f64();
     totals.ledger.transactions = marks.transactions();

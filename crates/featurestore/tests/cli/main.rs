@@ -9,3 +9,4 @@ mod faults;
 mod pipeline;
 mod rollout;
 mod server;
+mod signals;
