@@ -45,9 +45,6 @@ use crate::{
 pub use pace::Paced;
 use publisher::Publisher;
 
-/// How long requests in flight may take after the server was asked to end.
-const GRACE: Duration = Duration::from_secs(10);
-
 /// Longest body of a request: half a million tokens, with ids and masks.
 const MAX_BODY: usize = 8 << 20;
 /// Memory of requests in flight, all together: their bodies, and the numbers read from them.
@@ -196,7 +193,7 @@ impl CaptureServer {
             .with_state(self.state.clone());
         let state = self.state.clone();
         let unreadable = move || bump(&state.counts.refused, 1);
-        listen::serve(self.listener, app, &self.allow, unreadable, end, GRACE).await;
+        listen::serve(self.listener, app, &self.allow, unreadable, end, listen::Bounds::default()).await;
         self.state.publisher.close().await
     }
 }

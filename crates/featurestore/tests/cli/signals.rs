@@ -80,7 +80,7 @@ fn a_result_that_nobody_takes_does_not_keep_a_process_from_ending() {
     let mut server = featurestore(&["capture-server", "--arena", "1MiB"]);
     server.args(["--hidden", "64", "--taps", "1,2"]);
     let mut put = featurestore(&["rollout", "put", "--payload", "text:1MiB"]);
-    put.args(["--memory", "64MiB", "--data", "127.0.0.1:0"]);
+    put.args(["--memory", "64MiB"]);
     for (mut command, name) in [(job, "pipeline"), (server, "server"), (put, "put")] {
         let (_reader, stdout) = full();
         command.stdout(stdout).stdin(std::process::Stdio::piped()).env("TMPDIR", folder.path());

@@ -20,7 +20,7 @@ use hyper::{Request, Version, body::Frame, service::Service};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
-    time::{Interval, interval},
+    time::{Interval, Sleep, interval, sleep},
 };
 
 /// Tells a client nothing that it does not know, unless it is gone.
@@ -35,13 +35,34 @@ pub(super) struct Connection {
     answering: Answering,
     /// Something is written that the system has not taken yet.
     unsent: bool,
+    /// Longest time that the client may take nothing.
+    stall: Duration,
+    /// Since it took nothing.
+    stalled: Option<Pin<Box<Sleep>>>,
     /// The client has ended its side, and has been asked whether it is still there.
     ended: Option<Interval>,
 }
 
 impl Connection {
-    pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream, answering: Answering::default(), unsent: false, ended: None }
+    /// A client that takes no byte of an answer for `stall` is cut off.
+    pub(super) fn new(stream: TcpStream, stall: Duration) -> Self {
+        let answering = Answering::default();
+        Self { stream, answering, unsent: false, stall, stalled: None, ended: None }
+    }
+
+    /// An error once nothing was written for too long.
+    fn written(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        if written.is_ready() {
+            self.stalled = None;
+            return written;
+        }
+        let stall = self.stall;
+        let stalled = self.stalled.get_or_insert_with(|| Box::pin(sleep(stall)));
+        stalled.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()))
     }
 
     pub(super) fn answering(&self) -> Answering {
@@ -98,7 +119,8 @@ impl AsyncWrite for Connection {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         self.unsent = true;
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.written(context, written)
     }
 
     fn poll_write_vectored(
@@ -107,7 +129,8 @@ impl AsyncWrite for Connection {
         parts: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.unsent = true;
-        Pin::new(&mut self.stream).poll_write_vectored(context, parts)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        self.written(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {
