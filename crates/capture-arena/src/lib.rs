@@ -29,6 +29,7 @@ pub use arena::{
 pub use backing::{Backing, MappedBacking, SealedBacking, SharedHandle};
 pub use export::{ExportError, ExportTable, Pin, PinnedRange};
 pub use fit::FitSubAllocator;
+pub use limits::available_memory;
 pub use limits::boot_id;
 pub use owner::{Arena, ArenaConfig, BaseAddress, FreeRequest, HoldRequest, ReserveOptions};
 pub use pool::{PoolStats, Quarantined, RegionPool};

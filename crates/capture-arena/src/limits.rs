@@ -6,7 +6,7 @@ use transport_core::{Error, Result};
 
 /// Bytes of memory that this process could still get: the least of what the machine has available
 /// and what each control group above this process leaves. `u64::MAX` where nothing says so.
-pub(crate) fn available_memory() -> u64 {
+pub fn available_memory() -> u64 {
     machine_available().unwrap_or(u64::MAX).min(group_available().unwrap_or(u64::MAX))
 }
 

@@ -7,12 +7,7 @@ mod mooncake;
 #[cfg(feature = "rollout")]
 mod rollout;
 
-use std::{
-    io::IsTerminal,
-    path::PathBuf,
-    process::ExitCode,
-    time::Duration,
-};
+use std::{io::IsTerminal, path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Args, Parser, Subcommand};
 use featurestore::{

@@ -214,7 +214,8 @@ fn ignores_hangup() -> bool {
 
 /// Largest resident set of this process so far, in bytes; 0 where the system does not say.
 pub fn peak_rss_bytes() -> u64 {
-    let kib = status("VmHWM:").and_then(|text| text.strip_suffix(" kB")?.trim().parse::<u64>().ok());
+    let kib =
+        status("VmHWM:").and_then(|text| text.strip_suffix(" kB")?.trim().parse::<u64>().ok());
     kib.map_or(0, |kib| kib * 1024)
 }
 

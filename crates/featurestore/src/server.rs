@@ -193,7 +193,8 @@ impl CaptureServer {
             .with_state(self.state.clone());
         let state = self.state.clone();
         let unreadable = move || bump(&state.counts.refused, 1);
-        listen::serve(self.listener, app, &self.allow, unreadable, end, listen::Bounds::default()).await;
+        listen::serve(self.listener, app, &self.allow, unreadable, end, listen::Bounds::default())
+            .await;
         self.state.publisher.close().await
     }
 }

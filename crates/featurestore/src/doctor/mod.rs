@@ -30,6 +30,8 @@ pub struct Findings {
     pub chosen: Option<String>,
     /// Why none would be used.
     pub problem: Option<String>,
+    /// Why a server that was named could not be asked.
+    pub unreachable: Option<String>,
     /// Every transport, best first.
     pub transports: Vec<Candidate>,
     /// Facts by subject.
@@ -64,6 +66,7 @@ pub struct Fact {
 pub fn examine(config: &Config, servers: &[SessionName]) -> Findings {
     let survey = choose::survey(config, servers, Scope::Everything);
     let transports = survey.candidates.clone();
+    let unreachable = survey.unreachable.as_ref().map(ToString::to_string);
     let (chosen, problem) = match choose::decide(config, survey) {
         Ok((_, choice)) => (Some(choice.chosen), None),
         Err(error) => (None, Some(error.to_string())),
@@ -72,15 +75,16 @@ pub fn examine(config: &Config, servers: &[SessionName]) -> Findings {
         configured: config.transport.to_string(),
         chosen,
         problem,
+        unreachable,
         transports,
         sections: vec![machine::examine(), mooncake::examine(config), gpu::examine(config.device)],
     }
 }
 
 impl Findings {
-    /// Whether the configured transport can be used.
+    /// Whether the configured transport can be used, and every server that was named answers.
     pub fn is_usable(&self) -> bool {
-        self.chosen.is_some()
+        self.chosen.is_some() && self.unreachable.is_none()
     }
 }
 
@@ -99,6 +103,9 @@ impl fmt::Display for Findings {
         let chosen = self.chosen.clone().unwrap_or_default();
         let choice = choose::Choice { candidates: self.transports.clone(), chosen };
         writeln!(f, "{choice}\n")?;
+        if let (Some(why), Some(_)) = (&self.unreachable, &self.chosen) {
+            writeln!(f, "a server cannot be asked: {why}")?;
+        }
         match (&self.chosen, &self.problem) {
             (Some(chosen), _) => write!(f, "configured: {}; used: {chosen}", self.configured),
             (None, Some(problem)) => write!(f, "configured: {}; {problem}", self.configured),

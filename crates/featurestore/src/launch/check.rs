@@ -24,6 +24,27 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
 
     let run = &config.run;
     problems.note(Layout::new(run.strategy, run.hidden, run.layers.clone()));
+    let is_name = |c: char| c != '/' && !c.is_control();
+    if run.id.is_empty() || !run.id.chars().all(is_name) {
+        problems.note(
+            refuse(
+                "run.id",
+                "it names files and objects, and is empty or has a slash or control characters",
+                "write a plain name, such as draft-1",
+            )
+            .map_err(|e| e.with("found", format_args!("{:?}", run.id))),
+        );
+    }
+    if !(1..=WIDEST).contains(&run.hidden) {
+        problems.note(
+            refuse(
+                "run.hidden",
+                "no capture server takes that width of a hidden state",
+                "give the width of one layer, from 1 to 1048576",
+            )
+            .map_err(|e| e.with("found", run.hidden)),
+        );
+    }
     if run.max_length == 0 {
         problems.note(refuse("run.max_length", "prompts have no tokens", "give at least 1"));
     }
@@ -132,8 +153,55 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
     if config.server.is_empty() {
         problems.note(refuse("server", "there is no capture server", "add a [[server]] table"));
     }
+    match leader(&config.trainer.leader) {
+        None => problems.note(
+            refuse(
+                "trainer.leader",
+                "not an address that ranks can reach",
+                "write HOST:PORT of rank 0, such as 127.0.0.1:29600",
+            )
+            .map_err(|e| e.with("found", format_args!("{:?}", config.trainer.leader))),
+        ),
+        Some((host, port)) => problems.note(
+            match config.server.iter().any(|server| {
+                server.host == host && [server.port, server.control_port].contains(&port)
+            }) {
+                true => refuse(
+                    "trainer.leader, server",
+                    "a capture server has that port",
+                    "give each its own",
+                ),
+                false => Ok(()),
+            },
+        ),
+    };
     let mut ports = HashSet::new();
     for server in &config.server {
+        if server.port == 0 {
+            problems.note(refuse(
+                "server.port",
+                "the producer has to know it, and the system would choose another each time",
+                "give a port",
+            ));
+        }
+        for name in server.env.keys().filter(|name| !is_variable(name)) {
+            problems.note(
+                refuse(
+                    "server.env",
+                    "not a name that shells take for a variable",
+                    "use letters, digits and _, and no digit first",
+                )
+                .map_err(|e| e.with("found", format_args!("{name:?}"))),
+            );
+        }
+        for (name, value) in &server.env {
+            if value.contains('\0') {
+                problems.note(
+                    refuse("server.env", "a value has a zero byte", "leave it out")
+                        .map_err(|e| e.with("name", format_args!("{name:?}"))),
+                );
+            }
+        }
         for port in [server.port, server.control_port] {
             if port != 0 && !ports.insert((&server.host, port)) {
                 problems.note(
@@ -205,6 +273,18 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
     {
         let arenas = arena.0.get().saturating_mul(config.server.len() as u64);
         let window = layout.bytes(run.max_length).saturating_mul(marks.quantum);
+        let shortest = layout.bytes(1);
+        for (settings, size) in [
+            ("transport.arena", Some(arena.0.get())),
+            ("producer.max_resident_bytes", bytes(producer.max_resident_bytes)),
+        ] {
+            if size.is_some_and(|size| size < shortest) {
+                problems.note(
+                    refuse(settings, "not even a prompt of one token fits", "give more")
+                        .map_err(|e| e.with("bytes_of_one_token", shortest)),
+                );
+            }
+        }
         if window > arenas {
             notes.push(format!(
                 "one optimizer step of longest prompts takes {window} bytes, and all arenas \
@@ -219,4 +299,21 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
 /// Whether other hosts may reach the server.
 fn is_reachable(server: &ServerSection) -> bool {
     server.address().is_some_and(|ip| !ip.to_canonical().is_loopback())
+}
+
+/// Widest hidden state that a capture server takes.
+const WIDEST: u64 = 1 << 20;
+
+/// Host and port that ranks connect to.
+fn leader(address: &str) -> Option<(&str, u16)> {
+    let (host, port) = address.rsplit_once(':')?;
+    let host = host.strip_prefix('[').and_then(|v6| v6.strip_suffix(']')).unwrap_or(host);
+    let port = port.parse().ok().filter(|&port| port != 0)?;
+    transport_core::check_host(host).is_ok().then_some((host, port))
+}
+
+/// Whether a shell takes `name` for a variable's.
+fn is_variable(name: &str) -> bool {
+    let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    name.starts_with(|c: char| word(c) && !c.is_ascii_digit()) && name.chars().all(word)
 }

@@ -348,3 +348,42 @@ fn d21_refusals_have_the_words_that_people_search_for() {
     let notes = load(&staged).unwrap().notes.join("; ");
     assert!(notes.contains("CPU staging"), "{notes}");
 }
+
+#[test]
+fn values_that_cannot_run_are_refused_by_name() {
+    for (text, words) in [
+        (OVER_TCP.replacen("\"draft-1\"", "\"\"", 1), "run.id"),
+        (OVER_TCP.replacen("\"draft-1\"", "\"a/b\"", 1), "run.id"),
+        (OVER_TCP.replacen("\"draft-1\"", "\"a\\u0007b\"", 1), "run.id"),
+        (OVER_TCP.replacen("port = 30000", "port = 0", 1), "server.port"),
+        (OVER_TCP.replacen("hidden = 5120", "hidden = 1048577", 1), "run.hidden"),
+        (OVER_TCP.replacen("\"32GiB\"", "\"1KiB\"", 1), "one token"),
+        (
+            OVER_TCP.replacen("[trainer]", "[producer]\nmax_resident_bytes = 8\n[trainer]", 1),
+            "one token",
+        ),
+        (OVER_TCP.replacen("[trainer]", "[trainer]\nleader = \"nobody\"", 1), "trainer.leader"),
+        (OVER_TCP.replacen("[trainer]", "[trainer]\nleader = \"a:0\"", 1), "trainer.leader"),
+        (
+            OVER_TCP.replacen("[trainer]", "[trainer]\nleader = \"127.0.0.1:30000\"", 1),
+            "trainer.leader",
+        ),
+        (
+            OVER_TCP.replacen("port = 30000", "port = 30000\nenv = { \"A;reboot\" = \"1\" }", 1),
+            "A;reboot",
+        ),
+        (OVER_TCP.replacen("port = 30000", "port = 30000\nenv = { \"1A\" = \"1\" }", 1), "1A"),
+    ] {
+        let error = load(&text).expect_err(&text).to_string();
+        assert!(error.contains(words), "{words}: {error}");
+    }
+    load(OVER_TCP).unwrap();
+}
+
+#[test]
+fn a_file_that_cannot_be_read_says_where() {
+    let error = load("[run]\nid = \"a\"\nid = \"b\"\n").unwrap_err().to_string();
+    assert!(error.contains("\"id\"") && error.contains("line 3, column 1"), "{error}");
+    let error = load("[run]\n  id 5\n").unwrap_err().to_string();
+    assert!(error.contains("line 2, column"), "{error}");
+}

@@ -3,6 +3,7 @@
 use std::{fmt, fs::File, io::Read, path::Path, str::FromStr, sync::Arc};
 
 use bytes::Bytes;
+use capture_arena::available_memory;
 use indexmap::IndexMap;
 use rollout_codec::{
     Column, Ragged, Rollout, RowKind, Template,
@@ -64,10 +65,33 @@ pub enum Input {
 }
 
 impl Input {
-    /// Makes or reads the rollout.
+    /// Fails if it is known by its size already that it does not fit into `memory`.
+    pub fn check_fits(&self, memory: ByteSize) -> Result<()> {
+        match self {
+            Self::Payload(spec) if spec.bytes > memory => {
+                let why = "the payload is larger than the memory that it is to be put into";
+                Err(Error::new(ErrorKind::CapacityExceeded, OPERATION, why)
+                    .with("payload", spec)
+                    .with("memory", memory)
+                    .remedy("put a smaller one, or give more memory: --memory"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes or reads the rollout. A payload that this machine has no memory for is an error.
     pub fn rollout(&self) -> Result<Rollout<'static>> {
         match self {
-            Self::Payload(spec) => Ok(Payload::new(spec.profile, spec.bytes.get()).into_rollout()),
+            Self::Payload(spec) => {
+                if spec.bytes.get() > available_memory() {
+                    let why = "the payload is larger than the memory that this machine has free";
+                    return Err(Error::new(ErrorKind::CapacityExceeded, OPERATION, why)
+                        .with("payload", spec)
+                        .with("available_bytes", available_memory())
+                        .remedy("put a smaller one"));
+                }
+                Ok(Payload::new(spec.profile, spec.bytes.get()).into_rollout())
+            }
             Self::Files(path) => read_files(path),
         }
     }

@@ -397,3 +397,14 @@ fn a_handle_that_never_ends_is_refused() {
     assert!(!ended.status.success());
     assert!(ended.stderr.contains("too large"), "{}", ended.stderr);
 }
+
+#[test]
+fn a_payload_that_cannot_fit_is_refused_before_it_is_built() {
+    for more in [&["--memory", "1MiB"][..], &["--memory", "2TiB"]] {
+        let ended = run(&[&["rollout", "put", "--payload", "text:1TiB"], more].concat());
+        assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+        assert!(ended.stderr.contains("larger than the memory"), "{}", ended.stderr);
+    }
+    let ended = run(&["rollout", "bench", "--payload", "text:1TiB"]);
+    assert!(ended.stderr.contains("larger than the memory"), "{}", ended.stderr);
+}

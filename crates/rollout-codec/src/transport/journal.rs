@@ -92,20 +92,24 @@ impl Journal {
         Ok(Entry { path, file, stays: false })
     }
 
-    /// What puts left that died. Others cannot see the same while it is looked at.
-    pub(super) fn abandoned(&self) -> Result<Vec<Abandoned>> {
+    /// What puts left that died, and what else lies there, as errors that name it. Others cannot see
+    /// the same while it is looked at.
+    pub(super) fn abandoned(&self) -> Result<(Vec<Abandoned>, Vec<Error>)> {
         let failed = |e| Error::io(OPERATION, e).with("folder", self.0.display());
-        let mut found = Vec::new();
+        let (mut found, mut unreadable) = (Vec::new(), Vec::new());
         for entry in self.0.read_dir().map_err(failed)? {
             let entry = entry.map_err(failed)?;
             if entry.file_name().as_encoded_bytes().starts_with(b".") {
                 continue;
             }
-            if let Some(abandoned) = Abandoned::open(&entry.path())? {
-                found.push(abandoned);
+            match Abandoned::open(&entry.path()) {
+                Ok(abandoned) => found.extend(abandoned),
+                Err(error) => unreadable.push(error.remedy(
+                    "remove it if no producer wrote it; only entries belong into a journal",
+                )),
             }
         }
-        Ok(found)
+        Ok((found, unreadable))
     }
 }
 
@@ -147,11 +151,18 @@ impl Abandoned {
     /// None if somebody is at it, or it is gone.
     fn open(path: &Path) -> Result<Option<Self>> {
         let failed = |e| Error::io(OPERATION, e).with("file", path.display());
-        let file = match OpenOptions::new().read(true).append(true).open(path) {
+        // Whatever it is, looking at it does not wait: a pipe would, for somebody to write.
+        let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+        let opened = OpenOptions::new().read(true).append(true).custom_flags(flags).open(path);
+        let file = match opened {
             Ok(file) => file,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(failed(e)),
         };
+        if !file.metadata().map_err(failed)?.is_file() {
+            return Err(Error::new(ErrorKind::InvalidInput, OPERATION, "not a file")
+                .with("file", path.display()));
+        }
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),

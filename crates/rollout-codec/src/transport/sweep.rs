@@ -7,7 +7,7 @@ use transport_core::{Descriptor, Error, ErrorKind, ReleaseReport, Result};
 use super::{Inner, RolloutTransport, journal::Abandoned, lease};
 
 /// What [`RolloutTransport::sweep`] has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct SweepReport {
     /// Puts that had died, and of which nothing is left.
@@ -17,6 +17,9 @@ pub struct SweepReport {
     /// Puts that had died and of which something could not be removed yet, such as an object that
     /// was half written when its writer died: the next sweep tries again.
     pub left: u64,
+    /// What lies in the journal and cannot be read as an entry, each with its file, the reason and
+    /// what to do. It stays there.
+    pub unreadable: Vec<String>,
 }
 
 impl RolloutTransport {
@@ -33,8 +36,10 @@ impl RolloutTransport {
                 .remedy("give producers and sweepers the same journal"));
         };
         let found = tokio::task::spawn_blocking(move || journal.abandoned()).await;
-        let mut report = SweepReport::default();
-        for abandoned in found.expect("reading a journal does not panic")? {
+        let (found, unreadable) = found.expect("reading a journal does not panic")?;
+        let unreadable = unreadable.iter().map(ToString::to_string).collect();
+        let mut report = SweepReport { unreadable, ..SweepReport::default() };
+        for abandoned in found {
             let released = self.0.sweep_one(&abandoned).await?;
             report.removed += released.released;
             if released.unconfirmed + released.deferred == 0 {

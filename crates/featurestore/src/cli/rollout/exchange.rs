@@ -16,7 +16,7 @@ use serde_json::{Value, json, value::RawValue};
 use transport_core::{ByteSize, Dtype, Error, ErrorKind, Result};
 
 use super::{InputArgs, TransportArgs, encoding, files, narrow, open, prepare};
-use crate::cli::{runtime, say};
+use crate::cli::{note, runtime, say};
 
 #[derive(Debug, Args)]
 pub(crate) struct PutArgs {
@@ -122,7 +122,11 @@ pub(super) fn put(args: &PutArgs) -> Result<ExitCode> {
     options.rollouts = options.rollouts.encoding(encoding(&args.narrow, !args.no_checksums));
     options.journal.clone_from(&args.journal);
     prepare(&options)?;
-    let rollout = args.input.input().rollout()?;
+    let input = args.input.input();
+    if options.config.transport != featurestore::TransportChoice::Store {
+        input.check_fits(options.memory.unwrap_or(DEFAULT_ARENA))?;
+    }
+    let rollout = input.rollout()?;
     let runtime = runtime(2, 8)?;
     runtime.block_on(async {
         let endpoint = open(options).await?;
@@ -244,7 +248,7 @@ pub(super) fn sweep(args: &SweepArgs) -> Result<ExitCode> {
     let mut options = args.transport.options(None)?;
     options.journal = Some(args.journal.clone());
     prepare(&options)?;
-    runtime(2, 8)?.block_on(async {
+    let swept: Result<Vec<String>> = runtime(2, 8)?.block_on(async {
         let endpoint = open(options).await?;
         let done = endpoint.rollouts().sweep().await;
         let closed = endpoint.close().await;
@@ -252,11 +256,16 @@ pub(super) fn sweep(args: &SweepArgs) -> Result<ExitCode> {
         say(serde_json::to_string(&report).expect("plain data"))?;
         match closed {
             // Said already: what could not be removed is left to the next sweep.
-            Err(error) if report.left > 0 && error.kind() == ErrorKind::Busy => Ok(()),
-            closed => closed,
+            Err(error) if report.left > 0 && error.kind() == ErrorKind::Busy => {}
+            closed => closed?,
         }
-    })?;
-    Ok(ExitCode::SUCCESS)
+        Ok(report.unreadable)
+    });
+    let unreadable = swept?;
+    for problem in &unreadable {
+        note(format_args!("featurestore: {problem}"));
+    }
+    Ok(if unreadable.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 pub(super) fn inspect(args: &InspectArgs) -> Result<ExitCode> {
