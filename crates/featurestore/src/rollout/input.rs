@@ -177,7 +177,12 @@ struct Tensor {
 fn read_file(path: &Path) -> Result<Row> {
     let failed = |e| Error::io(OPERATION, e).with("file", path.display());
     let mut file = File::open(path).map_err(failed)?;
-    let bytes = file.metadata().map_err(failed)?.len();
+    let about = file.metadata().map_err(failed)?;
+    if !about.is_file() {
+        return Err(Error::new(ErrorKind::InvalidInput, OPERATION, "not a regular file")
+            .with("file", path.display()));
+    }
+    let bytes = about.len();
     if bytes > MAX_FILE_BYTES {
         return Err(Error::new(ErrorKind::InvalidInput, OPERATION, "the file is too large")
             .with("file", path.display())

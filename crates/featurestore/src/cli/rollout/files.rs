@@ -273,8 +273,12 @@ fn dump(path: &Path) -> Result<Dump> {
     Dump::parse(&text).map_err(|e| e.with("file", path.display()))
 }
 
+/// Longest reference that is read: some hundred bytes a field and object.
+const MAX_REFERENCE_BYTES: u64 = 256 << 20;
+
 fn reference(path: &Path) -> Result<Reference> {
-    Reference::parse(&read(path)?).map_err(|e| e.with("file", path.display()))
+    Reference::parse(&read_at_most(path, MAX_REFERENCE_BYTES)?)
+        .map_err(|e| e.with("file", path.display()))
 }
 
 pub(super) fn read(path: &Path) -> Result<Vec<u8>> {
