@@ -96,6 +96,8 @@ struct Probe {
     devices: device::Devices,
     /// Why a server could not be asked at all, where one could not.
     unreachable: Option<Error>,
+    /// Which server took the question and did not answer, where one did not: older ones never do.
+    silent: Option<String>,
 }
 
 /// What a survey found.
@@ -104,6 +106,8 @@ pub(crate) struct Survey {
     pub(crate) candidates: Vec<Candidate>,
     /// Why a server could not be asked at all, where one could not.
     pub(crate) unreachable: Option<Error>,
+    /// Which server took the question and did not answer, where one did not: older ones never do.
+    pub(crate) silent: Option<String>,
     /// What has opened the servers' device memory already.
     #[cfg(feature = "direct")]
     reader: Option<device::Reader>,
@@ -223,6 +227,7 @@ pub(crate) fn survey(config: &Config, servers: &[SessionName], scope: Scope) -> 
     Survey {
         candidates,
         unreachable: found.unreachable,
+        silent: found.silent,
         #[cfg(feature = "direct")]
         reader,
     }
@@ -237,6 +242,7 @@ impl Probe {
             #[cfg(feature = "direct")]
             devices: device::Devices::none(why),
             unreachable: None,
+            silent: None,
         }
     }
 }

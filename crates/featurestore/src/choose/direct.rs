@@ -31,8 +31,8 @@ const PROBE: Duration = Duration::from_secs(5);
 pub(super) struct Server {
     /// Its control address.
     pub(super) control: SessionName,
-    /// What it said.
-    pub(super) hello: ServerHello,
+    /// What it said; nothing if it is an older one.
+    pub(super) hello: Option<ServerHello>,
     /// By which protocol devices read its arena; none if that is host memory.
     pub(super) protocol: Option<String>,
 }
@@ -117,6 +117,7 @@ pub(super) fn probe(config: &Config, servers: &[SessionName], wanted: bool) -> P
             tcp: alone(listen(), "loopback works; no server was asked"),
             devices: if wanted { device::alone(config) } else { Devices::left_out() },
             unreachable: None,
+            silent: None,
         };
     }
     let mut found = Probe {
@@ -124,6 +125,7 @@ pub(super) fn probe(config: &Config, servers: &[SessionName], wanted: bool) -> P
         tcp: Ok("every server answers; one copy".into()),
         devices: Devices::left_out(),
         unreachable: None,
+        silent: None,
     };
     let mut answered = Vec::new();
     for server in servers {
@@ -131,6 +133,15 @@ pub(super) fn probe(config: &Config, servers: &[SessionName], wanted: bool) -> P
             Ok(server) => {
                 if let Err(error) = map(&server) {
                     found.shm = found.shm.and(Err(error.to_string()));
+                }
+                if server.hello.is_none() {
+                    let why = format!(
+                        "the server at {} does not answer hello within {PROBE:?}: an older one, or \
+                         one that is stopped",
+                        server.control
+                    );
+                    found.tcp = found.tcp.map(|_| format!("{why}; one copy"));
+                    found.silent.get_or_insert(why);
                 }
                 if server.protocol.is_some() {
                     found.tcp = found.tcp.and(Err(format!(
@@ -161,7 +172,9 @@ fn map(server: &Server) -> Result<()> {
     let no_shm = |why: &'static str| {
         Err(Error::new(ErrorKind::Unsupported, "probe shm", why).with("server", &server.control))
     };
-    let hello = &server.hello;
+    let Some(hello) = &server.hello else {
+        return no_shm("it does not answer hello: an older server");
+    };
     let Some(ShmInfo { boot_id, pid, fd, dev, ino }) = hello.arena.shm.clone() else {
         return no_shm(match server.protocol {
             Some(_) => "its arena is device memory",
@@ -196,7 +209,11 @@ fn listen() -> Result<()> {
 /// read it.
 pub(super) fn greet(server: &SessionName, config: &Config) -> Result<Server> {
     let limits = Limits::default();
-    let line = first_line(server, config, &limits).map_err(|e| e.with("server", server))?;
+    let mut answer = Server { control: server.clone(), hello: None, protocol: None };
+    let Some(line) = first_line(server, config, &limits).map_err(|e| e.with("server", server))?
+    else {
+        return Ok(answer);
+    };
     if line.starts_with(b"HTTP/") {
         return Err(failed(ErrorKind::Protocol, "not a control listener (it speaks HTTP)")
             .with("server", server)
@@ -221,17 +238,17 @@ pub(super) fn greet(server: &SessionName, config: &Config) -> Result<Server> {
                 .remedy("give the control address of a capture server, as its ready line has it"));
         }
     };
-    let mut protocol = None;
     if hello.arena.shm.is_none() {
         // Who does not tell keeps its samples where every engine reads them.
         let told = peer_protocol(&hello.session, Instant::now() + PROBE).ok();
-        protocol = told.filter(|protocol| OF_DEVICES.contains(&protocol.as_str()));
+        answer.protocol = told.filter(|protocol| OF_DEVICES.contains(&protocol.as_str()));
     }
-    Ok(Server { control: server.clone(), hello, protocol })
+    answer.hello = Some(hello);
+    Ok(answer)
 }
 
-/// The first line that the server answers to hello, without its end.
-fn first_line(server: &SessionName, config: &Config, limits: &Limits) -> Result<Vec<u8>> {
+/// The first line that the server answers to hello, without its end; none if none came in time.
+fn first_line(server: &SessionName, config: &Config, limits: &Limits) -> Result<Option<Vec<u8>>> {
     let fail = |e| {
         Error::io("reach server", e).remedy(
             "is the capture server running? give its control address; set the token if it asks \
@@ -256,17 +273,11 @@ fn first_line(server: &SessionName, config: &Config, limits: &Limits) -> Result<
             let mut bye = Vec::new();
             write_bye(&mut bye);
             let _ = stream.write_all(&bye); // the probe holds nothing that a lost bye could keep
-            return Ok(reply);
+            return Ok(Some(reply));
         }
         let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            let why = format!("it does not answer hello within {PROBE:?}");
-            return Err(failed(ErrorKind::Timeout, why).remedy(
-                "is the server stopped or overloaded? give the control address of its ready line",
-            ));
-        }
-        if reply.len() > limits.line_bytes {
-            return Ok(reply); // which is no answer to hello
+        if left.is_zero() || reply.len() > limits.line_bytes {
+            return Ok(None);
         }
         stream.set_read_timeout(Some(left)).map_err(fail)?;
         let mut bytes = [0; 4096];

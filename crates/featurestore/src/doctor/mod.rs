@@ -30,7 +30,7 @@ pub struct Findings {
     pub chosen: Option<String>,
     /// Why none would be used.
     pub problem: Option<String>,
-    /// Why a server that was named could not be asked.
+    /// Why a server that was named could not be asked, or what is not known of one that is silent.
     pub unreachable: Option<String>,
     /// Every transport, best first.
     pub transports: Vec<Candidate>,
@@ -67,6 +67,7 @@ pub fn examine(config: &Config, servers: &[SessionName]) -> Findings {
     let survey = choose::survey(config, servers, Scope::Everything);
     let transports = survey.candidates.clone();
     let unreachable = survey.unreachable.as_ref().map(ToString::to_string);
+    let unreachable = unreachable.or_else(|| survey.silent.clone());
     let (chosen, problem) = match choose::decide(config, survey) {
         Ok((_, choice)) => (Some(choice.chosen), None),
         Err(error) => (None, Some(error.to_string())),
