@@ -107,6 +107,7 @@ pub(crate) struct Survey {
     /// Why a server could not be asked at all, where one could not.
     pub(crate) unreachable: Option<Error>,
     /// Which server took the question and did not answer, where one did not: older ones never do.
+    #[cfg_attr(not(feature = "cli"), allow(dead_code))] // only doctor tells
     pub(crate) silent: Option<String>,
     /// What has opened the servers' device memory already.
     #[cfg(feature = "direct")]
