@@ -147,8 +147,8 @@ struct PipelineArgs {
     /// GPU of the trainer's pool; --device if not given.
     #[arg(long, value_name = "DEVICE")]
     trainer_device: Option<u32>,
-    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come before it. What counts
-    /// here: arena, arena_kind, transport, strict, pool, device, lease, deadline, token.
+    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come
+    /// before it. What counts here: arena, arena_kind, transport, strict, pool, device, lease, deadline, token.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -195,7 +195,8 @@ struct PipelineArgs {
 #[derive(Debug, Args)]
 #[command(after_help = flags::elsewhere())]
 struct ServerArgs {
-    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come before it.
+    /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come
+    /// before it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]

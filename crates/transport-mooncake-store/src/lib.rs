@@ -40,7 +40,9 @@
 //!
 //! A client with a reader and without object memory reads
 //! [ranges](transport_core::Capabilities::ranges) of tensors: a range is another address. What is left
-//! to Mooncake all the same is read whole and cut. The native tcp engine (`transport_mooncake_direct::TcpEngine`) is
+//! to Mooncake all the same is read whole and cut, for each request anew.
+//!
+//! The native tcp engine (`transport_mooncake_direct::TcpEngine`) is
 //! such a reader: it moves large objects about twice as fast as Mooncake's, and the memory of a read
 //! that failed is free again at once.
 //!

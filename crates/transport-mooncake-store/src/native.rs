@@ -100,8 +100,9 @@ impl Native {
     }
 
     /// Reads what is wished of the objects that it can, in place of the `None` in `found`, each into
-    /// its region. What stays `None` is left to Mooncake. Fails where the call as a whole is over: the master does not
-    /// answer, the deadline has passed, or nobody waits any more. Then nothing reads any more either.
+    /// its region. What stays `None` is left to Mooncake. Fails where the call as a whole is over:
+    /// the master does not answer, the deadline has passed, or nobody waits any more. Then nothing
+    /// reads any more either.
     pub(crate) fn read(
         &self,
         shared: &Shared,

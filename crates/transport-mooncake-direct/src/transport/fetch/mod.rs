@@ -130,8 +130,10 @@ impl Inner {
                 self.read_remote(read, false, samples, groups, deadline, transfer)
             }
             EngineState::Mooncake(engine) => {
-                // Before ranges cut them: only parts of one owner can be put together again.
-                for tensor in samples.iter_mut().flat_map(|sample| &mut sample.tensors) {
+                // Before ranges cut them: only parts of one owner can be put together again. What is
+                // not cut the engine looks up itself, once.
+                let tensors = samples.iter_mut().flat_map(|sample| &mut sample.tensors);
+                for tensor in tensors.filter(|tensor| tensor.part.is_some()) {
                     tensor.region = tensor.region.take().map(|r| engine.adopt(r)).transpose()?;
                 }
                 let read = |session: &_, ops, options: &_| engine.read_ops(session, ops, options);
