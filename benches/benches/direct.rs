@@ -14,6 +14,7 @@ use std::{
 };
 
 use capture_arena::{Arena, ArenaConfig, Backing, RegionPool, ReserveOptions, SamplePlan};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use transport_core::{
     Descriptor, Destination, Dtype, FeatureName, FetchOptions, FetchRequest, Generation, RegionMut,
     RemoteAddr, SampleId, SampleKey, SessionName, StoreId, TensorMeta,
@@ -168,13 +169,13 @@ const LIVE: [usize; 4] = [CALL, 1000, 10_000, 100_000];
 /// How far the rows may be apart.
 const FLAT: f64 = 0.15;
 /// Fresh sinks and consumers of it. A release is handed on by three threads and back; where they share
-/// a core, that takes half as long as where each wakes another core that sleeps, and they stay where
-/// the scheduler has put them. So each pair measures every row, and no row rests on a few of them.
+/// a core, that takes half as long as where each wakes another core that sleeps, and the scheduler
+/// moves them together in a second or so. So what a sample costs is measured on one core.
 const PAIRS: usize = 9;
 /// Samples that each of them moves for a row at least.
 const MOVED: usize = 2_500;
 /// Calls of other samples before each measured pass, so that no thread has to be woken for it.
-const WARM_UP: usize = 4;
+const WARM_UP: usize = 64;
 /// Bytes that are written before each pass, so that nothing of it is in a cache: after twice the size
 /// of the last one, part of the small rows was still there, and they looked a sixth cheaper.
 const EVICT: usize = 256 * MIB;
@@ -195,34 +196,69 @@ fn samples() {
     );
     println!("before, and nothing of it is in a cache; {WARM_UP} other calls come right before.");
     let mut evict = vec![0u8; EVICT];
-    for engine in [Engine::Shm, Engine::Tcp] {
-        let (mut rows, mut idle) = (LIVE.map(|_| Vec::new()), Vec::new());
-        for number in 0..PAIRS {
-            let pair = Pair::start(engine);
-            let mut order: Vec<_> = (0..LIVE.len()).collect();
-            if number % 2 == 1 {
-                order.reverse();
-            }
-            for row in order {
-                let passes = MOVED.div_ceil(LIVE[row]);
-                rows[row].push(pair.measure(LIVE[row], passes, WARM_UP, &mut evict));
-            }
-            // What a single call costs when every thread sleeps: not comparable with the rows.
-            idle.push(pair.measure(CALL, 20, 0, &mut evict));
-        }
-        let name = engine.name();
-        println!("{name:>10} {:>24} {:>24} {:>24} {:>8}", "fetch", "release", "both", "mean");
-        let medians: Vec<f64> =
-            LIVE.iter().zip(&rows).map(|(live, row)| print_row(&live.to_string(), row)).collect();
-        print_row("after idle", &idle);
-        let least = medians.iter().copied().fold(f64::MAX, f64::min);
-        let apart = medians.iter().copied().fold(0.0, f64::max) / least - 1.0;
+    println!("\nall threads on one core: what a sample costs");
+    let everywhere = OneCore::bind();
+    let apart = [Engine::Shm, Engine::Tcp].map(|engine| (engine, rows(engine, &mut evict)));
+    drop(everywhere);
+    println!("\nthreads where the scheduler has them: what a sample takes");
+    let free = [Engine::Shm, Engine::Tcp].map(|engine| (engine, rows(engine, &mut evict)));
+    println!();
+    for (engine, apart) in apart {
         println!(
-            "{name}, flat within {:.0} %: {}; the rows are {:.0} % apart",
+            "{}, one core, flat within {:.0} %: {}; the rows are {:.0} % apart",
+            engine.name(),
             FLAT * 100.0,
             if apart <= FLAT { "met" } else { "NOT met" },
             apart * 100.0
         );
+    }
+    for (engine, apart) in free {
+        println!("{}, any core: the rows are {:.0} % apart", engine.name(), apart * 100.0);
+    }
+}
+
+/// All rows of an engine; how far apart they are.
+fn rows(engine: Engine, evict: &mut [u8]) -> f64 {
+    let (mut rows, mut idle) = (LIVE.map(|_| Vec::new()), Vec::new());
+    for number in 0..PAIRS {
+        let pair = Pair::start(engine);
+        let mut order: Vec<_> = (0..LIVE.len()).collect();
+        if number % 2 == 1 {
+            order.reverse();
+        }
+        for row in order {
+            let passes = MOVED.div_ceil(LIVE[row]);
+            rows[row].push(pair.measure(LIVE[row], passes, WARM_UP, evict));
+        }
+        // What a single call costs when every thread sleeps: not comparable with the rows.
+        idle.push(pair.measure(CALL, 20, 0, evict));
+    }
+    let name = engine.name();
+    println!("{name:>10} {:>24} {:>24} {:>24} {:>8}", "fetch", "release", "both", "mean");
+    let medians: Vec<f64> =
+        LIVE.iter().zip(&rows).map(|(live, row)| print_row(&live.to_string(), row)).collect();
+    print_row("after idle", &idle);
+    let least = medians.iter().copied().fold(f64::MAX, f64::min);
+    medians.iter().copied().fold(0.0, f64::max) / least - 1.0
+}
+
+/// Keeps this thread, and those that it starts, on one core; until it is dropped.
+struct OneCore(CpuSet);
+
+impl OneCore {
+    fn bind() -> Self {
+        let allowed = sched_getaffinity(None).expect("affinity");
+        let last = (0..CpuSet::MAX_CPU).rev().find(|&core| allowed.is_set(core));
+        let mut one = CpuSet::new();
+        one.set(last.expect("a core to run on"));
+        sched_setaffinity(None, &one).expect("affinity");
+        Self(allowed)
+    }
+}
+
+impl Drop for OneCore {
+    fn drop(&mut self) {
+        sched_setaffinity(None, &self.0).expect("affinity");
     }
 }
 
