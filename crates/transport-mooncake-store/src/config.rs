@@ -31,8 +31,9 @@ pub struct StoreConfig {
     pub pool_step: ByteSize,
     /// Registered memory to have from the start.
     pub prewarm: ByteSize,
-    /// Threads that call the store: how many calls run at once. Mooncake's calls busy-wait, so more
-    /// than one for each core only does harm.
+    /// Threads that call the store: how many calls run at once; twice as many where many objects are
+    /// written, which mostly wait for the master. Mooncake's calls busy-wait, so more than one for each
+    /// core only does harm.
     pub threads: usize,
     /// Most payload of one call to the store.
     pub part_bytes: ByteSize,

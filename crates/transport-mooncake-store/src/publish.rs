@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// Fewest keys of a call that is one of several.
-const LEAST_KEYS: usize = 256;
+const LEAST_KEYS: usize = 128;
 
 /// Lives of objects in this process, over all transports, so that no two are alike.
 static NEXT_SEQUENCE: AtomicU64 = AtomicU64::new(1);
@@ -307,8 +307,9 @@ fn write_all(
     touched: &Mutex<HashSet<Arc<str>>>,
 ) -> Result<()> {
     let config = &shared.config;
-    // Several calls at a time, so that the master works on one while the payload of another moves.
-    let lanes = config.threads;
+    // Two calls for each that the store gets otherwise: a call for many small objects waits for the
+    // master, which works on it while the payload of others moves.
+    let lanes = 2 * config.threads;
     let keys = writes.len().div_ceil(2 * lanes).max(LEAST_KEYS).min(config.part_keys);
     let mut parts = Vec::new();
     let mut rest = writes;

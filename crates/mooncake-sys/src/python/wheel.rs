@@ -27,7 +27,7 @@ pub struct WheelOptions {
 
 impl Default for WheelOptions {
     fn default() -> Self {
-        Self { environment: None, libpython: None, preload: Vec::new(), threads: 3 }
+        Self { environment: None, libpython: None, preload: Vec::new(), threads: 5 }
     }
 }
 
