@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use control_proto::capture::{HOLDER_HEADER, PATIENCE_HEADER};
 use serde_json::{Value, json};
 use transport_core::Descriptor;
 
@@ -21,6 +22,8 @@ pub struct Ask<'a> {
     pub holder: Option<&'a str>,
     /// Replaces samples of the same name.
     pub replace: bool,
+    /// Milliseconds for which it waits for room.
+    pub patience: Option<&'a str>,
 }
 
 /// Captures samples `names` of 8 tokens each and returns the results as JSON.
@@ -64,7 +67,9 @@ pub fn request(server: &CaptureServer, names: &[String], ask: Ask<'_>) -> Value 
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
         "spec_capture": names.iter().map(payload).collect::<Vec<_>>(),
     });
-    let headers: Vec<_> = ask.holder.map(|h| ("x-featurestore-holder", h)).into_iter().collect();
+    let holder = ask.holder.map(|it| (HOLDER_HEADER, it));
+    let patience = ask.patience.map(|it| (PATIENCE_HEADER, it));
+    let headers: Vec<_> = holder.into_iter().chain(patience).collect();
     http::post(server.field("http"), "/generate", &headers, &body).1
 }
 

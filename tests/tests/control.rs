@@ -130,7 +130,7 @@ fn two_holders_of_one_sample_both_have_to_let_go() {
 #[test]
 fn a_plain_free_of_a_held_sample_drains_it_until_the_holder_lets_go() {
     let server = server();
-    let ask = Ask { holder: Some("client-a"), replace: false };
+    let ask = Ask { holder: Some("client-a"), ..Ask::default() };
     let captured = results(&server, &names("a", 1), ask).remove(0);
     assert_eq!(captured["arena"]["holder"], "client-a");
     let mut holder = Control::connect(server.field("control"));
@@ -163,7 +163,7 @@ fn a_plain_free_of_a_held_sample_drains_it_until_the_holder_lets_go() {
 #[test]
 fn holders_that_vanish_give_everything_back_within_their_lease() {
     let server = server();
-    let ask = Ask { holder: Some("client-a"), replace: false };
+    let ask = Ask { holder: Some("client-a"), ..Ask::default() };
     results(&server, &names("a", 40), ask);
     let mut control = Control::connect(server.field("control"));
     control.hello("client-a", 500);
@@ -180,7 +180,7 @@ fn holders_that_vanish_give_everything_back_within_their_lease() {
 #[test]
 fn a_goodbye_gives_everything_back_at_once() {
     let server = server();
-    let ask = Ask { holder: Some("client-a"), replace: false };
+    let ask = Ask { holder: Some("client-a"), ..Ask::default() };
     results(&server, &names("a", 4), ask);
     let mut control = Control::connect(server.field("control"));
     control.hello("client-a", 60_000);
@@ -297,4 +297,31 @@ fn only_published_ranges_are_served() {
     drained(&server);
     let mut data = Data::connect(server.field("session"));
     assert!(data.read(address, 1024).is_err(), "what is freed is not served");
+}
+
+/// A request with patience waits for room for as long as it says; then another, smaller one that
+/// waited behind it has its turn.
+#[test]
+fn a_request_waits_for_room_as_long_as_it_has_patience() {
+    let arena = 16 * SAMPLE_ROOM;
+    let server = CaptureServer::start(&arena.to_string(), SMALL);
+    results(&server, &names("resident", 10), Ask::default());
+    let request = |prefix: &str, count, patience| {
+        let start = Instant::now();
+        let ask = Ask { patience: Some(patience), ..Ask::default() };
+        let answer = featurestore_tests::capture::request(&server, &names(prefix, count), ask);
+        (answer, start.elapsed())
+    };
+    std::thread::scope(|scope| {
+        let large = scope.spawn(|| request("large", 10, "500"));
+        std::thread::sleep(Duration::from_millis(100)); // it is in line
+        let (small, waited) = request("small", 2, "20000");
+        assert!(small.to_string().contains("hidden_states"), "{small}");
+        assert!(waited < Duration::from_secs(10), "behind the large one: {waited:?}");
+        let (large, waited) = large.join().unwrap();
+        assert!(large.to_string().contains("no room in the arena"), "{large}");
+        assert!((450..10_000).contains(&waited.as_millis()), "{waited:?}");
+    });
+    let (refused, _) = request("bad", 1, "soon");
+    assert!(refused.to_string().contains("the patience is no number"), "{refused}");
 }

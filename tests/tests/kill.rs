@@ -44,7 +44,7 @@ fn measured(transport: &DirectTransport) -> Health {
 
 fn a_killed_trainer_gives_back_what_it_held(engine: &str) {
     let server = CaptureServer::start("4MiB", SMALL);
-    let ask = Ask { holder: Some("doomed"), replace: false };
+    let ask = Ask { holder: Some("doomed"), ..Ask::default() };
     let captured = results(&server, &names("a", 40), ask);
     // Another trainer holds two of the forty; it must keep them.
     let survivor = trainer(Engine::Shm);

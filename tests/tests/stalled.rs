@@ -32,7 +32,7 @@ fn reuse_the_arena(server: &CaptureServer, round: usize) {
 #[test]
 fn a_stopped_trainer_keeps_what_it_views_and_a_dead_one_gives_it_back() {
     let server = CaptureServer::start(ARENA.1, SMALL);
-    let ask = Ask { holder: Some("stopped"), replace: false };
+    let ask = Ask { holder: Some("stopped"), ..Ask::default() };
     let captured = results(&server, &names("a", 40), ask);
     let trainer = env!("CARGO_BIN_EXE_test-trainer");
     let mut trainer = start_trainer(trainer, "shm", "stopped", &captured);
@@ -67,7 +67,7 @@ fn a_stopped_trainer_keeps_what_it_views_and_a_dead_one_gives_it_back() {
 #[test]
 fn a_stopped_trainer_with_copies_loses_what_it_holds_and_keeps_what_it_has() {
     let server = CaptureServer::start(ARENA.1, SMALL);
-    let ask = Ask { holder: Some("stopped"), replace: false };
+    let ask = Ask { holder: Some("stopped"), ..Ask::default() };
     let captured = results(&server, &names("a", 40), ask);
     let trainer = env!("CARGO_BIN_EXE_test-trainer");
     let mut trainer = start_trainer(trainer, "tcp", "stopped", &captured);

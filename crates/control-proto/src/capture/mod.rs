@@ -46,6 +46,11 @@ pub const CHECKSUMS_HEADER: &str = "x-featurestore-checksums";
 /// mixsum of those on a device.
 pub const CHECKSUMS_ANY: &str = "xxh3, mixsum";
 
+/// HTTP request header: for how many milliseconds the request waits for room in the arena at most.
+/// The server may wait for less. Then its samples fail, retryable, and others that wait for room
+/// have their turn.
+pub const PATIENCE_HEADER: &str = "x-featurestore-patience-ms";
+
 /// Bounds on requests and responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {

@@ -5,12 +5,12 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use control_proto::capture::{
     CHECKSUMS_ANY, CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, Form, HOLDER_HEADER,
-    Limits, Prompt, Row, parse_response,
+    Limits, PATIENCE_HEADER, Prompt, Row, parse_response,
 };
 use control_proto::sample_ref::SampleRef;
 use indexmap::IndexMap;
 use parking_lot::Mutex;
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::Instant};
 use transport_core::{
     ArenaLocation, ClientId, Descriptor, Dtype, Error, ErrorKind, FeatureDescriptor, FeatureName,
     Generation, Location, Release, Result, SampleId, SampleKey, SessionName, StoreId, TensorMeta,
@@ -35,6 +35,9 @@ pub struct CaptureOptions {
     pub form: Form,
     /// Longest time of one request. Default: 300 seconds.
     pub timeout: Duration,
+    /// How long a request waits for room in an arena before it makes way for others, at servers
+    /// that take [`PATIENCE_HEADER`]; none for as long as the server has it wait. Default: 1 second.
+    pub patience: Option<Duration>,
     /// Client for whom samples are held from their birth on.
     pub holder: Option<ClientId>,
     /// Whether servers are asked for checksums of what they capture, which refs then carry in
@@ -48,8 +51,15 @@ pub const CHECKSUMS: &str = "checksums";
 impl CaptureOptions {
     /// The documented request in its patch form.
     pub fn new(store: StoreId, layout: Layout) -> Self {
-        let timeout = Duration::from_secs(300);
-        Self { store, layout, form: Form::Patch, timeout, holder: None, checksums: false }
+        Self {
+            store,
+            layout,
+            form: Form::Patch,
+            timeout: Duration::from_secs(300),
+            patience: Some(Duration::from_secs(1)),
+            holder: None,
+            checksums: false,
+        }
     }
 }
 
@@ -87,6 +97,9 @@ impl Captured {
         Ok(sample)
     }
 }
+
+/// What ends a prompt for which there was no room as long as it had patience.
+pub(super) const NO_ROOM: ErrorKind = ErrorKind::CapacityExceeded;
 
 /// What became of one prompt of a request.
 pub(super) type Attempt = (Task, Result<Captured>);
@@ -151,9 +164,12 @@ impl CaptureClient {
         let keys: Vec<SampleKey> = sent.iter().map(|task| self.key(task)).collect();
         self.samples.track(url, &keys);
         let request = CaptureRequest::new(self.options.form, prompts);
+        let sent_at = Instant::now();
         let served = match self.exchange(url, &request, &keys).await {
             Ok(rows) => {
-                answers.extend(self.settle(url, sent, &request.prompts, rows).await);
+                let patience = self.options.patience;
+                let no_room = patience.is_some_and(|most| sent_at.elapsed() >= most);
+                answers.extend(self.settle(url, sent, &request.prompts, rows, no_room).await);
                 true
             }
             Err(error) => {
@@ -194,6 +210,9 @@ impl CaptureClient {
         if let Some(holder) = &self.options.holder {
             request = request.header(HOLDER_HEADER, holder.as_str());
         }
+        if let Some(patience) = self.options.patience {
+            request = request.header(PATIENCE_HEADER, patience.as_millis().to_string());
+        }
         if self.options.checksums {
             request = request.header(CHECKSUMS_HEADER, CHECKSUMS_ANY);
         }
@@ -219,13 +238,15 @@ impl CaptureClient {
         })
     }
 
-    /// Adopts the good rows together, and frees the bad ones on the server that has them.
+    /// Adopts the good rows together, and frees the bad ones on the server that has them. With
+    /// `no_room`, rows to be tried again have waited for room until their patience was over.
     async fn settle(
         &self,
         url: &str,
         tasks: Vec<Task>,
         asked: &[Prompt],
         rows: Vec<Row>,
+        no_room: bool,
     ) -> Vec<Attempt> {
         let (mut answers, mut good, mut bad) = (Vec::new(), Vec::new(), Vec::new());
         for ((task, prompt), Row { outcome, checksums }) in tasks.into_iter().zip(asked).zip(rows) {
@@ -247,7 +268,11 @@ impl CaptureClient {
                     // The server's own word that it holds nothing of it.
                     let key = self.key(&task);
                     self.samples.untrack(url, &key);
-                    let kind = if retryable { ErrorKind::Busy } else { ErrorKind::InvalidInput };
+                    let kind = match (retryable, no_room) {
+                        (false, _) => ErrorKind::InvalidInput,
+                        (true, false) => ErrorKind::Busy,
+                        (true, true) => NO_ROOM,
+                    };
                     let error = Error::new(kind, "capture", error).with("server", url);
                     answers.push((task, Err(error)));
                 }

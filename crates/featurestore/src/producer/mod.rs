@@ -8,6 +8,7 @@ mod options;
 mod prompts;
 mod recover;
 mod reorder;
+mod room;
 mod route;
 mod share;
 #[cfg(test)]
@@ -35,7 +36,7 @@ use crate::{
     flow::{Flow, InFlight, Pause, Watermarks},
     lifecycle::Samples,
 };
-use capture::{Answer, Captured, blocking};
+use capture::{Answer, Captured, NO_ROOM, blocking};
 use journal::Journal;
 use prompts::Pool;
 use reorder::Reorder;
@@ -82,6 +83,8 @@ pub struct Producer {
     resting: bool,        // captures rest until consumers have settled what is published
     later: JoinSet<Task>, // put off after a failure
     share: WindowShare,
+    refused: bool,   // an arena had no room in one piece, and nothing was settled since
+    tight: bool,     // all of the arenas is used, until something is settled
     exhausted: bool, // there are no more prompts
     order: u64,
     handled: HashSet<(SampleId, u32)>, // losses that are being captured again
@@ -144,6 +147,8 @@ impl Producer {
             later: JoinSet::new(),
             // What is published in order is not what is sent next.
             share: WindowShare::new(marks.quantum, if options.ordered { 0 } else { arenas }),
+            refused: false,
+            tight: false,
             exhausted: false,
             order: 0,
             handled: HashSet::new(),
@@ -282,7 +287,7 @@ impl Producer {
             waited = false;
             // Requests that wait for room rest as well: only consumers make any.
             let rest = match calls.is_empty() {
-                true => self.exhausted || self.pool.len() > 0,
+                true => self.exhausted || self.refused || self.pool.len() > 0,
                 false => !self.options.overlap && answered.elapsed() >= STANDSTILL,
             };
             if rest && !self.held.is_empty() {
@@ -353,48 +358,6 @@ impl Producer {
         }
     }
 
-    /// Asks the servers how much room their arenas have in one piece.
-    fn ask_for_room(&self) {
-        let (client, room) = (self.client.clone(), self.room.clone());
-        let urls = self.options.servers.clone();
-        tokio::spawn(async move {
-            let mut most = None;
-            for url in &urls {
-                most = most.max(client.largest_free(url).await);
-            }
-            *room.lock() = most;
-        });
-    }
-
-    /// Fails where the next sample fits nowhere and nothing would ever make room for it: consumers
-    /// settle whole windows only.
-    fn check_room(&mut self) -> Result<()> {
-        let layout = self.client.layout();
-        let size = |task: &Task| task.bytes(|tokens| layout.bytes(tokens));
-        let Some(next) = self.pool.oldest() else { return Ok(()) };
-        let usage = self.window.usage();
-        if usage.samples >= self.quantum || self.router.pick(size(next)).is_some() {
-            return Ok(());
-        }
-        self.pool.smallest_first(size); // one that fits finishes the window as well
-        let next = self.pool.oldest().expect("looked at above");
-        let bytes = size(next);
-        if self.router.pick(bytes).is_some() {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::ConfigInvalid,
-            "produce",
-            "the next sample does not fit beside the unfinished quantum",
-        )
-        .with("sample_id", &next.sample_id)
-        .with("sample_bytes", bytes)
-        .with("unacknowledged_samples", usage.samples)
-        .with("unacknowledged_bytes", usage.bytes)
-        .with("arenas_bytes", self.router.arenas())
-        .remedy("give larger arenas, more servers, or a smaller quantum"))
-    }
-
     fn add(&mut self, mut task: Task) {
         let lost = self.writer().lost().unwrap_or_default();
         if !self.writer().wants(&task.sample_id, &lost) {
@@ -432,6 +395,8 @@ impl Producer {
         let settled = self.writer().settled()?;
         let more = settled.saturating_sub(self.window.total_settled());
         self.window.settled(settled.max(self.window.total_settled()))?;
+        self.refused &= more == 0;
+        self.tight &= more == 0;
         let count = (more as usize).min(self.resident.len());
         let mut gone = Vec::with_capacity(count);
         for (id, server, bytes) in self.resident.drain(..count) {
@@ -473,14 +438,22 @@ impl Producer {
                 usage = usage.room(room, self.pool.next_bytes(self.options.lease, size));
             }
             let paused = self.flow.update(usage);
-            if self.pool.oldest().is_some_and(|oldest| self.share.exceeds(size(oldest))) {
+            let crowded = self.is_crowded();
+            if crowded && !self.options.ordered {
                 self.pool.smallest_first(size);
+            } else if self.share.begins() {
+                self.pool.largest_first(u64::MAX, size);
+            } else if self.pool.oldest().is_some_and(|oldest| self.share.exceeds(size(oldest))) {
+                self.pool.largest_first(self.share.even(), size);
             }
-            let Some(oldest) = self.pool.oldest().filter(|_| !self.resting) else {
-                return paused;
-            };
-            let Some((server, room)) = self.router.pick(size(oldest)) else { return paused };
-            let behind = self.options.ordered && self.reorder.len() >= self.options.reorder_buffer;
+            if self.resting || (crowded && !calls.is_empty()) {
+                return paused; // when it is crowded, one at a time
+            }
+            let Some(oldest) = self.pool.oldest() else { return paused };
+            let picked = self.router.pick(size(oldest), self.is_sparing());
+            let Some((server, room)) = picked else { return paused };
+            let behind = self.options.ordered
+                && (crowded || self.reorder.len() >= self.options.reorder_buffer);
             let lease: Vec<Task> = if behind || (paused.is_err() && waiting > 0) {
                 // Only the one that all others wait for: without it nothing would ever go on.
                 self.pool.take(self.reorder.next()).into_iter().collect()
@@ -509,6 +482,9 @@ impl Producer {
     /// to do when the others have nothing left.
     fn next_lease(&self) -> usize {
         let most = self.options.lease;
+        if self.is_crowded() {
+            return 1;
+        }
         if !self.exhausted {
             return most;
         }
@@ -536,11 +512,18 @@ impl Producer {
             if error.message().contains("hard cap exceeded") {
                 return Err(error);
             }
+            self.share.take_back(bytes);
             let order = task.order;
-            match self.pool.failed(task, &error) {
+            let again = if error.kind() == NO_ROOM && error.is_temporary() {
+                self.refused = true;
+                self.pool.refused(task, &error, self.options.room_timeout)
+            } else {
+                self.pool.failed(task, &error)
+            };
+            match again {
                 Ok(task) => {
                     tracing::info!(%error, sample_id = %task.sample_id, "another attempt");
-                    let pause = self.options.pause * (1 << (task.attempt - 1).min(4));
+                    let pause = self.options.pause * (1 << task.attempt.saturating_sub(1).min(4));
                     self.later.spawn(async move {
                         tokio::time::sleep(pause).await;
                         task

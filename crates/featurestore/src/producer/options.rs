@@ -42,6 +42,9 @@ pub struct ProducerOptions {
     /// Pause before a prompt is sent again; twice as long after each failure, up to 16 times.
     /// Default: 200 ms.
     pub pause: Duration,
+    /// How long servers may have no room for a prompt, or put it off, until that counts as a failed
+    /// attempt. Default: 30 seconds.
+    pub room_timeout: Duration,
     /// Failures in a row after which a server is dropped. Default: 3.
     pub server_failures: u32,
     /// How long a dropped server is left alone before it is tried again; none for ever.
@@ -75,6 +78,7 @@ impl ProducerOptions {
             overlap: true,
             attempts: 5,
             pause: Duration::from_millis(200),
+            room_timeout: Duration::from_secs(30),
             server_failures: 3,
             revive: None,
             run_id: run_id.into(),

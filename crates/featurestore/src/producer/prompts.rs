@@ -1,7 +1,8 @@
 //! Prompts that wait to be captured.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Duration};
 
+use tokio::time::Instant;
 use transport_core::{Error, ErrorKind, Result, SampleId};
 
 /// One prompt to capture.
@@ -18,6 +19,8 @@ pub struct Task {
     pub(super) order: u64,
     /// Attempts that failed.
     pub(super) attempt: u32,
+    /// Since when servers have had no room for it.
+    refused: Option<Instant>,
     /// Room that the sample takes in an arena, if that is known better than by its layout.
     room: Option<u64>,
 }
@@ -25,7 +28,7 @@ pub struct Task {
 impl Task {
     /// A prompt that was not tried yet.
     pub fn new(sample_id: SampleId, input_ids: Vec<i64>, loss_mask: Vec<i64>) -> Self {
-        Self { sample_id, input_ids, loss_mask, order: 0, attempt: 0, room: None }
+        Self { sample_id, input_ids, loss_mask, order: 0, attempt: 0, refused: None, room: None }
     }
 
     /// Tells how many bytes of an arena the sample takes.
@@ -80,8 +83,12 @@ impl Pool {
         Self { waiting: VecDeque::new(), batching, attempts: attempts.max(1), retries: 0 }
     }
 
+    /// Adds a prompt behind the others; before them if it was sent already and had no room.
     pub(super) fn add(&mut self, task: Task) {
-        self.waiting.push_back(task);
+        match task.refused {
+            Some(_) => self.waiting.push_front(task),
+            None => self.waiting.push_back(task),
+        }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -98,12 +105,21 @@ impl Pool {
         self.waiting.front()
     }
 
-    /// Puts the smallest prompt before all others.
-    pub(super) fn smallest_first(&mut self, size: impl Fn(&Task) -> u64) {
-        let smallest = (0..self.waiting.len()).min_by_key(|&at| size(&self.waiting[at]));
-        if let Some(task) = smallest.and_then(|at| self.waiting.remove(at)) {
+    /// Puts the largest prompt of at most `most` bytes before all others, or else the smallest.
+    pub(super) fn largest_first(&mut self, most: u64, size: impl Fn(&Task) -> u64) {
+        let fit = |at: &usize| {
+            let bytes = size(&self.waiting[*at]);
+            if bytes <= most { (0, most - bytes) } else { (1, bytes) }
+        };
+        let best = (0..self.waiting.len()).min_by_key(fit);
+        if let Some(task) = best.and_then(|at| self.waiting.remove(at)) {
             self.waiting.push_front(task);
         }
+    }
+
+    /// Puts the smallest prompt before all others.
+    pub(super) fn smallest_first(&mut self, size: impl Fn(&Task) -> u64) {
+        self.largest_first(0, size);
     }
 
     /// Takes up to `most` prompts for one request, as long as their `size` fits into `room`. The
@@ -160,6 +176,21 @@ impl Pool {
     pub(super) fn take(&mut self, order: u64) -> Option<Task> {
         let at = self.waiting.iter().position(|task| task.order == order)?;
         self.waiting.remove(at)
+    }
+
+    /// Takes note that a server had no room, and gives the prompt back to be sent again: that counts
+    /// as a failed attempt only once it has gone on for `most`.
+    pub(super) fn refused(
+        &mut self,
+        mut task: Task,
+        error: &Error,
+        most: Duration,
+    ) -> Result<Task> {
+        if task.refused.get_or_insert_with(Instant::now).elapsed() < most {
+            return Ok(task);
+        }
+        task.refused = None;
+        self.failed(task, error)
     }
 
     /// Takes note of a failed attempt, and gives the prompt back to be tried again later, until it
@@ -225,6 +256,26 @@ mod tests {
         let mut pool = self::pool(Batching::Shuffle, &[4, 1, 2]);
         pool.smallest_first(Task::tokens);
         assert_eq!(lengths(&lease(&mut pool, 3)), [1, 4, 2]);
+        let mut pool = self::pool(Batching::Shuffle, &[9, 2, 5, 3]);
+        pool.largest_first(4, Task::tokens);
+        assert_eq!(lengths(&lease(&mut pool, 2)), [3, 9]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_prompt_without_room_goes_first_again_and_fails_late() {
+        let most = Duration::from_secs(30);
+        let full = Error::new(ErrorKind::Busy, "capture", "no room");
+        let mut pool = pool(Batching::Shuffle, &[1, 2]);
+        let task = lease(&mut pool, 1).remove(0);
+        let task = pool.refused(task, &full, most).unwrap();
+        pool.add(task);
+        let task = lease(&mut pool, 1).remove(0);
+        assert_eq!((task.tokens(), task.attempt, pool.retries), (1, 0, 0));
+        tokio::time::advance(most).await;
+        let task = pool.refused(task, &full, most).unwrap();
+        assert_eq!((task.attempt, pool.retries), (1, 1), "half a minute is a failure");
+        pool.add(task);
+        assert_eq!(lengths(&lease(&mut pool, 2)), [2, 1], "like any other");
     }
 
     #[test]

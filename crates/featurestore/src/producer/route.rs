@@ -27,6 +27,9 @@ pub enum Routing {
     MostRoom,
 }
 
+/// Which part of an arena is left free.
+const SPARE: u64 = 4;
+
 /// One server, as the producer sees it.
 #[derive(Debug)]
 struct Server {
@@ -40,8 +43,12 @@ struct Server {
 }
 
 impl Server {
-    fn room(&self) -> u64 {
-        self.arena.map_or(u64::MAX, |bytes| bytes.saturating_sub(self.taken))
+    /// Bytes that it has room for. Part of an arena is left free, where possible: its room is in
+    /// pieces, and a large sample needs one of its size.
+    fn room(&self, possible: bool) -> u64 {
+        let Some(bytes) = self.arena else { return u64::MAX };
+        let spare = if possible && self.taken > 0 { bytes / SPARE } else { 0 };
+        (bytes - spare).saturating_sub(self.taken)
     }
 }
 
@@ -79,24 +86,26 @@ impl Router {
     }
 
     /// A server for a request that takes at least `bytes`, and its room; none while all are busy or
-    /// full.
-    pub(super) fn pick(&mut self, bytes: u64) -> Option<(usize, u64)> {
+    /// full. `sparing` leaves a part of each arena free.
+    pub(super) fn pick(&mut self, bytes: u64, sparing: bool) -> Option<(usize, u64)> {
         let count = self.servers.len();
         if self.servers.iter().map(|server| server.calls).sum::<usize>() >= self.in_all {
             return None;
         }
         let free = |at: &usize| {
             let server = &self.servers[*at];
-            !server.dropped && server.calls < self.calls && server.room() >= bytes
+            !server.dropped && server.calls < self.calls && server.room(sparing) >= bytes
         };
         let from_next = (0..count).map(|i| (self.next + i) % count).filter(free);
         let picked = match self.routing {
             Routing::Shared => from_next.min_by_key(|_| 0),
             Routing::LeastTokens => from_next.min_by_key(|&at| self.servers[at].tokens),
-            Routing::MostRoom => from_next.min_by_key(|&at| u64::MAX - self.servers[at].room()),
+            Routing::MostRoom => {
+                from_next.min_by_key(|&at| u64::MAX - self.servers[at].room(sparing))
+            }
         }?;
         self.next = (picked + 1) % count;
-        Some((picked, self.servers[picked].room()))
+        Some((picked, self.servers[picked].room(sparing)))
     }
 
     /// Room of all servers' arenas together, as far as it is known.
@@ -179,23 +188,29 @@ mod tests {
     }
 
     fn pick(router: &mut Router) -> Option<usize> {
-        router.pick(0).map(|(server, _)| server)
+        router.pick(0, false).map(|(server, _)| server)
     }
 
     #[test]
     fn a_request_goes_only_where_it_fits() {
         let mut router = router(Routing::MostRoom);
-        assert_eq!(router.pick(90), Some((0, 100)));
+        assert_eq!(router.pick(90, false), Some((0, 100)));
         router.fill(0, 90);
-        assert_eq!(router.pick(5), Some((1, 80)), "the most room");
+        assert_eq!(router.pick(5, false), Some((1, 80)), "the most room");
         router.fill(1, 75);
-        assert_eq!(router.pick(11), None);
+        assert_eq!(router.pick(11, false), None);
         router.give_back(0, 90);
-        assert_eq!((router.pick(11), router.arenas()), (Some((0, 100)), 180));
+        assert_eq!((router.pick(11, false), router.arenas()), (Some((0, 100)), 180));
         for server in [0, 0, 1, 1] {
             router.begin(server, 1);
         }
-        assert_eq!(router.pick(0), None, "as many calls as there may be");
+        assert_eq!(router.pick(0, false), None, "as many calls as there may be");
+        let mut router = self::router(Routing::MostRoom);
+        assert_eq!(router.pick(90, true), Some((0, 100)), "an empty one has all its room");
+        router.fill(0, 40);
+        router.fill(1, 40);
+        assert_eq!(router.pick(30, true), Some((0, 35)));
+        assert_eq!((router.pick(36, true), router.pick(36, false)), (None, Some((0, 60))));
     }
 
     #[test]

@@ -1,7 +1,15 @@
+mod room;
+
 use std::collections::{HashMap, VecDeque};
 
-use axum::{Router as Routes, body::Bytes, extract::State, http::StatusCode, routing::post};
-use control_proto::capture::{CaptureOutcome, CaptureRequest, Limits, Row, write_response};
+use axum::{
+    Router as Routes,
+    body::Bytes,
+    extract::State,
+    http::{HeaderMap, StatusCode},
+    routing::post,
+};
+use control_proto::capture::{CaptureOutcome, CaptureRequest, Limits, Prompt, Row, write_response};
 use indexmap::IndexMap;
 use transport_core::{
     Dtype, MemoryTransport, Publication, PublishOptions, Ready, RegionSlice, StoreId, Tensor,
@@ -41,6 +49,8 @@ enum Does {
     Broken,
     /// Answers late.
     Late,
+    /// Has room for more than this many tokens only where nothing else is.
+    InPieces(usize),
 }
 
 /// A capture server over a memory transport.
@@ -55,7 +65,11 @@ fn layout() -> Layout {
     Layout::new(Strategy::Dspark, 4, vec![1, 3]).unwrap()
 }
 
-async fn generate(State(server): State<Arc<Server>>, body: Bytes) -> (StatusCode, Vec<u8>) {
+async fn generate(
+    State(server): State<Arc<Server>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> (StatusCode, Vec<u8>) {
     let request = CaptureRequest::parse(&body, &Limits::default()).unwrap();
     let does = server.does.lock().pop_front().unwrap_or(server.otherwise);
     for prompt in &request.prompts {
@@ -67,6 +81,12 @@ async fn generate(State(server): State<Arc<Server>>, body: Bytes) -> (StatusCode
         Does::Busy => return (StatusCode::SERVICE_UNAVAILABLE, b"busy".to_vec()),
         Does::Broken => return (StatusCode::INTERNAL_SERVER_ERROR, b"broken".to_vec()),
         Does::Late => tokio::time::sleep(Duration::from_millis(400)).await,
+        Does::InPieces(most) => {
+            let large = |prompt: &Prompt| prompt.input_ids.len() > most;
+            if request.prompts.iter().any(large) && !server.empty_within(&headers).await {
+                return room::refuse(&request);
+            }
+        }
         _ => {}
     }
     let mut rows = Vec::new();
@@ -74,10 +94,7 @@ async fn generate(State(server): State<Arc<Server>>, body: Bytes) -> (StatusCode
         let first = i == 0;
         let sample = prompt.sample.sample.clone();
         if does == Does::BadRow && first {
-            let error = "cached prefix".into();
-            let sample_id = sample.sample_id.clone();
-            let outcome = CaptureOutcome::Failed { sample_id, error, retryable: true };
-            rows.push(Row { outcome, checksums: None });
+            rows.push(failed_row(prompt, "cached prefix"));
             continue;
         }
         let short = u64::from(does == Does::WrongLength && first);
@@ -119,6 +136,12 @@ async fn generate(State(server): State<Arc<Server>>, body: Bytes) -> (StatusCode
     let mut out = Vec::new();
     write_response(&mut out, request.form, request.batched, &rows).unwrap();
     (StatusCode::OK, out)
+}
+
+fn failed_row(prompt: &Prompt, error: &str) -> Row {
+    let (sample_id, error) = (prompt.sample.sample.sample_id.clone(), error.into());
+    let outcome = CaptureOutcome::Failed { sample_id, error, retryable: true };
+    Row { outcome, checksums: None }
 }
 
 impl Server {

@@ -15,8 +15,8 @@ use axum::{
 };
 use capture_arena::{ReserveOptions, SamplePlan};
 use control_proto::capture::{
-    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, ChecksumKind, HOLDER_HEADER, Prompt, Row,
-    write_response,
+    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, ChecksumKind, HOLDER_HEADER, PATIENCE_HEADER,
+    Prompt, Row, write_response,
 };
 use indexmap::IndexMap;
 use tokio::{sync::OwnedSemaphorePermit, time::timeout};
@@ -154,6 +154,7 @@ async fn read(
 struct Asked {
     holder: Option<ClientId>,
     checksums: Option<ChecksumKind>,
+    patience: Option<Duration>,
 }
 
 impl Asked {
@@ -175,7 +176,17 @@ impl Asked {
             })
         };
         let checksums = kinds.map(choose).transpose()?;
-        Ok(Self { holder, checksums })
+        let milliseconds = |value: &str| {
+            value.parse().map(Duration::from_millis).map_err(|cause| {
+                Error::new(ErrorKind::InvalidInput, "capture", "the patience is no number")
+                    .with("header", PATIENCE_HEADER)
+                    .with("found", format_args!("{value:?}"))
+                    .remedy("send whole milliseconds, such as 1000")
+                    .source(cause)
+            })
+        };
+        let patience = text(PATIENCE_HEADER).map(milliseconds).transpose()?;
+        Ok(Self { holder, checksums, patience })
     }
 }
 
@@ -202,12 +213,13 @@ async fn capture(state: &Arc<Shared>, work: &Arc<Asking>, asked: Asked) -> Vec<R
         }
     }
     let start = Instant::now();
+    let patience = asked.patience.map_or(state.deadline, |most| most.min(state.deadline));
     for (replace, group) in [false, true].into_iter().zip(groups) {
         if group.is_empty() {
             continue;
         }
         let (places, plans): (Vec<usize>, Vec<SamplePlan>) = group.into_iter().unzip();
-        let left = state.deadline.saturating_sub(start.elapsed());
+        let left = patience.saturating_sub(start.elapsed());
         let options = ReserveOptions::default().replace(replace).deadline(left);
         match publish(state, work, &places, plans, options, asked.checksums).await {
             Ok(published) => {
