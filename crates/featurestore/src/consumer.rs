@@ -7,12 +7,12 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use tokio::task::JoinHandle;
+use tokio::{sync::oneshot, task::JoinHandle};
 use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId};
 
 use crate::{
     layout::Layout,
-    lifecycle::{Leased, Samples},
+    lifecycle::{Leased, Samples, Unclaimed},
 };
 
 /// How a [`Consumer`] reads.
@@ -24,6 +24,9 @@ pub struct ConsumerOptions {
     /// Readings are begun once no more samples than so many are read or being read, and then up to
     /// `in_flight`: together they cost a shared device one change of context. Default: 3.
     pub refill_at: usize,
+    /// Samples of those begun at a time that one call of the transport reads: a link between devices is
+    /// better filled by one call than by several. Default: 1.
+    pub together: usize,
     /// Bytes that are read ahead at most; one sample always is. For pools that have no room for
     /// `in_flight` of the largest. Default: no bound.
     pub max_bytes: Option<u64>,
@@ -38,6 +41,7 @@ impl Default for ConsumerOptions {
         Self {
             in_flight: 4,
             refill_at: 3,
+            together: 1,
             max_bytes: None,
             deadline: Duration::from_secs(30),
             layout: None,
@@ -60,7 +64,7 @@ pub struct Consumer {
     samples: Arc<Samples>,
     options: ConsumerOptions,
     waiting: VecDeque<Arc<Descriptor>>,
-    reading: VecDeque<(Arc<Descriptor>, JoinHandle<Result<Leased>>)>,
+    reading: VecDeque<(Arc<Descriptor>, JoinHandle<Result<Unclaimed>>)>,
     bytes: u64, // of what is being read
     active: Arc<Mutex<Active>>,
 }
@@ -143,30 +147,76 @@ impl Consumer {
             return;
         }
         let most = self.options.max_bytes.unwrap_or(u64::MAX);
-        while self.reading.len() < self.options.in_flight.max(1) {
-            let Some(sample) = self.waiting.front() else { return };
+        let room = self.options.in_flight.max(1) - self.reading.len();
+        let mut begun = Vec::new();
+        while begun.len() < room {
+            let Some(sample) = self.waiting.front() else { break };
             let bytes = self.bytes.saturating_add(sample.nbytes());
-            if bytes > most && !self.reading.is_empty() {
-                return;
+            if bytes > most && !(self.reading.is_empty() && begun.is_empty()) {
+                break;
             }
-            let sample = self.waiting.pop_front().expect("looked at above");
+            begun.extend(self.waiting.pop_front());
             self.bytes = bytes;
-            let reading = self.read(&sample, Duration::ZERO);
-            self.reading.push_back((sample, reading));
+        }
+        for group in begun.chunks(self.options.together.max(1)) {
+            match group {
+                [sample] => {
+                    let reading = self.read(sample, Duration::ZERO);
+                    self.reading.push_back((sample.clone(), reading));
+                }
+                group => self.read_together(group),
+            }
         }
     }
 
-    fn read(&self, sample: &Arc<Descriptor>, pause: Duration) -> JoinHandle<Result<Leased>> {
+    /// Reads samples with one call; each by itself if that fails.
+    fn read_together(&mut self, group: &[Arc<Descriptor>]) {
+        let (samples, deadline) = (self.samples.clone(), self.options.deadline);
+        let (active, all) = (self.active.clone(), group.to_vec());
+        let (answer, answers): (Vec<_>, Vec<_>) = group.iter().map(|_| oneshot::channel()).unzip();
+        tokio::spawn(async move {
+            if samples.adopt(&all).await.is_err() {
+                return; // as will be said by whichever is to blame
+            }
+            let reading = Reading::begin(&active);
+            let Ok(leased) = samples.get_many(&all, deadline).await else { return };
+            drop(reading);
+            for (answer, leased) in answer.into_iter().zip(leased) {
+                let _ = answer.send(Unclaimed::new(&samples, leased)); // or nobody waits any more
+            }
+        });
+        for (sample, answer) in group.iter().zip(answers) {
+            let alone = self.reading_of(sample, Duration::ZERO);
+            let reading = tokio::spawn(async move {
+                match answer.await {
+                    Ok(leased) => Ok(leased),
+                    Err(_) => alone.await,
+                }
+            });
+            self.reading.push_back((sample.clone(), reading));
+        }
+    }
+
+    fn read(&self, sample: &Arc<Descriptor>, pause: Duration) -> JoinHandle<Result<Unclaimed>> {
+        tokio::spawn(self.reading_of(sample, pause))
+    }
+
+    fn reading_of(
+        &self,
+        sample: &Arc<Descriptor>,
+        pause: Duration,
+    ) -> impl Future<Output = Result<Unclaimed>> + Send + use<> {
         let (samples, deadline) = (self.samples.clone(), self.options.deadline);
         let (sample, active) = (sample.clone(), self.active.clone());
-        tokio::spawn(async move {
+        async move {
             if !pause.is_zero() {
                 tokio::time::sleep(pause).await;
             }
             samples.adopt(std::slice::from_ref(&sample)).await?;
             let _reading = Reading::begin(&active);
-            samples.get(&sample, deadline).await
-        })
+            let leased = samples.get(&sample, deadline).await?;
+            Ok(Unclaimed::new(&samples, leased))
+        }
     }
 
     /// The next sample, in order; none if nothing was handed over.
@@ -204,7 +254,7 @@ impl Consumer {
         self.start();
         let id = sample.sample.sample_id.clone();
         match outcome {
-            Ok(leased) => Ok(Some(Materialized::Ready(leased))),
+            Ok(leased) => Ok(Some(Materialized::Ready(leased.take()))),
             Err(error) => match error.kind() {
                 ErrorKind::NotFound
                 | ErrorKind::Stale
@@ -224,8 +274,8 @@ impl Consumer {
             self.bytes -= sample.nbytes();
             self.waiting.push_front(sample);
             if let Ok(Ok(leased)) = outcome {
-                let token = leased.token.clone();
-                drop(leased);
+                let Leased { fetched, token } = leased.take();
+                drop(fetched);
                 self.samples.release(&token).await;
             }
         }
@@ -238,7 +288,7 @@ impl Consumer {
         for (sample, mut reading) in self.reading.drain(..) {
             match tokio::time::timeout_at(end, &mut reading).await {
                 Ok(Ok(Ok(leased))) => {
-                    self.samples.release(&leased.token).await;
+                    self.samples.release(&leased.take().token).await;
                 }
                 Ok(_) => {}
                 Err(_) => reading.abort(), // its lease ends with it

@@ -23,10 +23,16 @@ async fn store(count: usize) -> (MemoryTransport, Arc<Samples>, Vec<Arc<Descript
 
 #[tokio::test(flavor = "multi_thread")]
 async fn samples_come_in_order_several_under_way_and_lost_ones_are_named() {
+    for together in [1, 3] {
+        in_order(ConsumerOptions { together, ..ConsumerOptions::default() }).await;
+    }
+}
+
+async fn in_order(options: ConsumerOptions) {
     let (publisher, samples, all) = store(20).await;
     let gone = Release::from(all[7].clone());
     publisher.release(vec![gone]).await.unwrap();
-    let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
+    let mut consumer = Consumer::new(samples.clone(), options);
     consumer.feed(all).unwrap();
     assert_eq!(consumer.len(), 20);
     for i in 0..20_u8 {
@@ -70,7 +76,7 @@ async fn d20_closing_is_bounded_when_a_reading_stalls() {
         let (samples, sample) = (samples.clone(), all[0].clone());
         tokio::spawn(async move {
             samples.adopt(std::slice::from_ref(&sample)).await?;
-            std::future::pending::<Result<Leased>>().await
+            std::future::pending::<Result<Unclaimed>>().await
         })
     };
     let mut consumer = Consumer::new(samples.clone(), ConsumerOptions::default());
@@ -202,4 +208,27 @@ async fn what_the_strategy_cannot_train_on_is_refused_before_it_is_read() {
     let error = consumer.feed(all).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     assert!(consumer.is_empty());
+}
+
+/// What one call reads together is leased for each, and given back for each.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_read_together_leaves_no_lease_when_it_is_dropped() {
+    let (_publisher, samples, all) = store(10).await;
+    let options =
+        ConsumerOptions { in_flight: 8, together: 4, refill_at: 0, ..ConsumerOptions::default() };
+    for wait in [Duration::ZERO, Duration::from_millis(50)] {
+        let mut consumer = Consumer::new(samples.clone(), options.clone());
+        consumer.feed(all.clone()).unwrap();
+        let Some(Materialized::Ready(first)) = consumer.next().await.unwrap() else {
+            panic!("the first is there");
+        };
+        samples.release(&first.token).await;
+        tokio::time::sleep(wait).await; // the others are read, or under way
+        drop(consumer);
+        let end = Instant::now() + Duration::from_secs(5);
+        while samples.health().active_leases > 0 {
+            assert!(Instant::now() < end, "{:?}", samples.health());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
 }

@@ -8,6 +8,7 @@
 //!                             freed: at once here, then on its server, retried until confirmed
 //! ```
 
+mod lease;
 mod reclaim;
 mod report;
 mod residents;
@@ -22,10 +23,11 @@ use std::{
 use control_proto::token::Verb;
 use parking_lot::Mutex;
 use transport_core::{
-    Descriptor, Destination, Error, ErrorKind, FeatureName, FetchOptions, FetchRequest, Location,
-    Publication, PublishOptions, Release, Result, SampleId, SampleKey, SessionName, Transport,
+    Descriptor, Error, ErrorKind, Location, Publication, PublishOptions, Release, Result, SampleId,
+    SampleKey, SessionName, Transport,
 };
 
+pub(crate) use lease::Unclaimed;
 pub use reclaim::{Nowhere, Reclaim};
 pub use report::{Collected, Freed, Leased, SampleHealth};
 use residents::Residents;
@@ -217,39 +219,6 @@ impl Samples {
         let replaced: Vec<_> = replaced.into_iter().map(|(before, _)| before).collect();
         replaced.iter().for_each(|before| books.free(before));
         Ok((count, replaced))
-    }
-
-    /// Reads one sample, whole, under a new lease.
-    ///
-    /// # Errors
-    /// [`ErrorKind::NotFound`] for what is freed, consumed, or was never adopted;
-    /// [`ErrorKind::Stale`] for another generation or life. Then there is no lease.
-    pub async fn get(&self, sample: &Arc<Descriptor>, deadline: Duration) -> Result<Leased> {
-        self.get_names(sample, None, deadline).await
-    }
-
-    /// Reads some tensors of a sample under a new lease.
-    pub async fn get_names(
-        &self,
-        sample: &Arc<Descriptor>,
-        names: Option<Vec<FeatureName>>,
-        deadline: Duration,
-    ) -> Result<Leased> {
-        let token = self.books.lock().lease(sample, Instant::now())?;
-        // A future that is dropped, and one that fails, leaves no lease behind.
-        let mut lease = Lease { samples: self, token: Some(token) };
-        let views = self.transport.info().capabilities.views;
-        let destination = if views { Destination::View } else { Destination::Pool };
-        let mut request = FetchRequest::new(sample.clone(), destination);
-        request.names = names;
-        let options = FetchOptions::default().deadline(deadline);
-        let mut fetched = self.transport.fetch(vec![request], options).await?;
-        let fetched = fetched.pop().ok_or_else(|| {
-            Error::new(ErrorKind::Unexpected, "get", "the transport returned no sample")
-                .with("key", &sample.sample)
-        })?;
-        let token = lease.token.take().expect("taken here only");
-        Ok(Leased { fetched, token })
     }
 
     /// Ends a lease. Idempotent: a lease that is over already is [`Released::Unknown`], and never
@@ -537,21 +506,6 @@ impl Samples {
                 Ok(report.released)
             }
             Some((_, _, error)) => Err(error),
-        }
-    }
-}
-
-/// A lease that ends unless it is handed on.
-struct Lease<'a> {
-    samples: &'a Samples,
-    token: Option<LeaseToken>,
-}
-
-impl Drop for Lease<'_> {
-    fn drop(&mut self) {
-        if let Some(token) = self.token.take() {
-            // Without retention the sample is freed here and on its server at the next `gc`.
-            self.samples.books.lock().release(&token);
         }
     }
 }

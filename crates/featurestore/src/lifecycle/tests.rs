@@ -2,7 +2,7 @@ use std::sync::atomic::Ordering;
 
 use async_trait::async_trait;
 use indexmap::IndexMap;
-use transport_core::{Dtype, MemoryTransport, StoreId, TensorMeta};
+use transport_core::{Dtype, FeatureName, MemoryTransport, StoreId, TensorMeta};
 
 use super::*;
 use crate::flaky::{Flaky, key, sample};

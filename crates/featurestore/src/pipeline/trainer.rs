@@ -53,6 +53,8 @@ const AHEAD: usize = 4;
 /// The same onto a device, and how few of them there are when more are begun. Servers may use the
 /// device too, and then each reading by itself would wait for its turn.
 const ON_DEVICE: (usize, usize) = (16, 8);
+/// Samples that one call reads onto a device.
+const TOGETHER: usize = 8;
 /// Pause between two looks at the channel.
 const POLL: Duration = Duration::from_millis(1);
 /// Windows that wait for the training loop, besides those that it reads.
@@ -209,6 +211,7 @@ impl Loop {
             deadline,
             in_flight,
             refill_at,
+            together: if checker.is_on_device() { TOGETHER } else { 1 },
             max_bytes: (!views).then(|| share(2)),
             layout: None, // what the server was asked for was checked when it answered
         };
