@@ -4,7 +4,8 @@
 //! cuda_engine`, or the executable that this builds, which needs nothing beside it. The publisher is
 //! this executable again, with an arena of plain memory (protocol `nvlink_intra`) and with one of
 //! file descriptors. With `--publisher-device N` and `--reader-device N` they are on two devices, and
-//! the raw copies beside everything else go from one to the other.
+//! the raw copies beside everything else go from one to the other. `--sweep` looks for the best policy
+//! instead: how the kernel is launched, and from which length on the copy engine is better.
 //!
 //! `engine` is [`CudaEngine::read`] into regions in the caller's hands; `fetch` is
 //! [`DirectTransport::fetch_blocking`] into the receive pool, with everything that a trainer gets
@@ -31,7 +32,7 @@ use transport_core::{
 };
 use transport_mooncake_direct::{
     CaptureSink, DirectTransport, Engine, ReadOp, ReadOptions, SinkConfig,
-    cuda::{CudaEngine, CudaOptions},
+    cuda::{CopyPolicy, CudaEngine, CudaOptions},
 };
 
 const KIB: u64 = 1 << 10;
@@ -76,6 +77,9 @@ fn main() -> Result<()> {
     println!("{}, driver for CUDA {}.{}", device.name(), info.version.0, info.version.1);
     println!("publisher on device {publisher}, reader on device {}", device.ordinal());
     println!("{}", kernel.lines().next().unwrap_or("kernel driver unknown"));
+    if std::env::args().any(|argument| argument == "--sweep") {
+        return Bed::new(&device, ArenaKind::PosixFd).and_then(|mut bed| bed.sweep());
+    }
     for kind in [ArenaKind::Plain, ArenaKind::PosixFd] {
         println!("\narena of kind {kind}");
         if let Err(why) = Bed::new(&device, kind).and_then(|mut bed| bed.measure()) {
@@ -239,6 +243,74 @@ impl Bed {
         assert_eq!(health.host_payload_bytes, 0, "no payload passes through the host");
         self.publisher.tell();
         Ok(())
+    }
+
+    /// Figures of other policies than the default, over pieces that are no neighbours.
+    fn sweep(&mut self) -> Result<()> {
+        let device = self.stream.device().clone();
+        let engine = |policy: CopyPolicy| {
+            let mut options = CudaOptions::default();
+            options.policy = policy;
+            CudaEngine::new(&device, options)
+        };
+        let usual = CopyPolicy::default();
+        let kernel_only = CopyPolicy { copy_from: u64::MAX, copy_from_afar: u64::MAX, ..usual };
+        println!("| pieces | blocks | rounds | time |\n|---|---|---|---|");
+        for (count, len) in [(4096, 10 * KIB), (512, 256 * KIB)] {
+            for blocks_each in [1, 2, 4, 8] {
+                for rounds in [1, 2, 4, 8] {
+                    let engine = engine(CopyPolicy { blocks_each, rounds, ..kernel_only })?;
+                    let time = self.read_pieces(&engine, count, len)?;
+                    let shown = show(count * len, time);
+                    println!(
+                        "| {count} x {} KiB | {blocks_each} | {rounds} | {shown} |",
+                        len / KIB
+                    );
+                }
+            }
+        }
+        println!("\n| pieces | kernel | copy engine | kernel / copy engine |\n|---|---|---|---|");
+        let copies_only = CopyPolicy { copy_from: 0, copy_from_afar: 0, ..usual };
+        let (kernel, copies) = (engine(kernel_only)?, engine(copies_only)?);
+        for count in [1, 2, 8] {
+            for shift in 18..27 {
+                let len = 1 << shift;
+                let by_kernel = self.read_pieces(&kernel, count, len)?;
+                let by_copies = self.read_pieces(&copies, count, len)?;
+                println!(
+                    "| {count} x {} KiB | {} | {} | {:.3} |",
+                    len / KIB,
+                    show(count * len, by_kernel),
+                    show(count * len, by_copies),
+                    by_kernel.as_secs_f64() / by_copies.as_secs_f64(),
+                );
+            }
+        }
+        self.publisher.tell();
+        Ok(())
+    }
+
+    /// Median of reading `count` pieces from places apart; the last run is checked.
+    fn read_pieces(&mut self, engine: &CudaEngine, count: u64, len: u64) -> Result<Duration> {
+        let piece = |i: u64| {
+            let from = RemoteAddr(self.base + i * 7919 % count * len.next_multiple_of(512));
+            Ok(ReadOp::new(from, self.pool.take(len as usize)?))
+        };
+        let mut ops = (0..count).map(piece).collect::<Result<Vec<_>>>()?;
+        let mut times = Vec::new();
+        for run in 1..=WARM + RUNS {
+            if run == WARM + RUNS {
+                self.poison()?;
+            }
+            let options = ReadOptions::default().epoch(Some(self.epoch));
+            let started = Instant::now();
+            ops = engine.read(&self.session, ops, &options)?;
+            times.push(started.elapsed());
+        }
+        for ReadOp { address, dst, .. } in ops {
+            self.verify(address.0, &dst.freeze())?;
+        }
+        Ok(median(times))
     }
 
     fn ops(&self, set: usize, count: usize) -> Result<Vec<ReadOp>> {

@@ -184,6 +184,7 @@ impl Bed {
             }
             let policy = CopyPolicy {
                 copy_from: [u64::MAX, u64::MAX, MIB][round % 3],
+                copy_from_afar: MIB,
                 upload_above: [usize::MAX, 0, 0][round / 3 % 3],
                 list_in_host_memory: round / 3 % 3 == 2,
                 blocks_each: 1 + round as u32 % 3,
@@ -322,6 +323,7 @@ impl Bed {
                         let copy_from = u64::MAX;
                         let policy = CopyPolicy {
                             copy_from,
+                            copy_from_afar: copy_from,
                             upload_above,
                             list_in_host_memory,
                             blocks_each,

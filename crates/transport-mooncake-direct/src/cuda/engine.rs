@@ -208,10 +208,12 @@ impl CudaEngine {
     ) -> Result<(u64, u64), ReadError> {
         let own = self.device().region_kind();
         let _bound = self.device().bind()?; // once for all calls
+        let policy = *lane.policy();
         let mut writer = lane.begin(deadline)?;
         let (mut pieces, mut bytes) = (0, 0);
         // Most pieces lie where the one before does.
-        let mut current = Place { base: RemoteAddr(0), bytes: 0, start: DevicePtr(0) };
+        let mut current =
+            Place { base: RemoteAddr(0), bytes: 0, start: DevicePtr(0), copy_from: u64::MAX };
         for (i, ReadOp { address, dst, .. }) in batch.ops.iter().enumerate() {
             let len = dst.len() as u64;
             if len == 0 {
@@ -226,7 +228,7 @@ impl CudaEngine {
                 None => {
                     let block = peer.block(self.device(), *address, len, deadline).map_err(at)?;
                     let src = block.locate(*address, len).map_err(at)?;
-                    current = Place::of(&block);
+                    current = Place::of(&block, &policy);
                     if !batch.blocks.iter().any(|known| Arc::ptr_eq(known, &block)) {
                         batch.blocks.push(block);
                     }
@@ -237,7 +239,7 @@ impl CudaEngine {
             // SAFETY: the source is mapped as long as the batch has its block. The destination is
             // the batch's alone, so that it overlaps with nothing; the batch is kept until the lane
             // says that it is over. Peers do not write what they have published.
-            unsafe { writer.add(op) }?;
+            unsafe { writer.add(op, current.copy_from) }?;
             pieces += 1;
             bytes += len;
         }
@@ -313,11 +315,14 @@ struct Place {
     base: RemoteAddr,
     bytes: u64,
     start: DevicePtr,
+    copy_from: u64,
 }
 
 impl Place {
-    fn of(block: &OpenedBlock) -> Self {
-        Self { base: block.base(), bytes: block.bytes(), start: block.memory().address() }
+    fn of(block: &OpenedBlock, policy: &CopyPolicy) -> Self {
+        let (base, bytes, start) = (block.base(), block.bytes(), block.memory().address());
+        let copy_from = if block.is_afar() { policy.copy_from_afar } else { policy.copy_from };
+        Self { base, bytes, start, copy_from }
     }
 
     #[inline]

@@ -36,6 +36,9 @@ pub struct CopyPolicy {
     /// Pieces of at least so many bytes go through the copy engine, one call each; shorter ones
     /// through the kernel, all in one launch.
     pub copy_from: u64,
+    /// The same for pieces that come from another device, over a link that the kernel fills less
+    /// well.
+    pub copy_from_afar: u64,
     /// Batches of more pieces have their list uploaded. Others, at most 1,360, are sent along with
     /// the launch.
     pub upload_above: usize,
@@ -65,6 +68,7 @@ impl Default for CopyPolicy {
     fn default() -> Self {
         Self {
             copy_from: 48 << 20,
+            copy_from_afar: 8 << 20,
             upload_above: INLINE[1],
             list_in_host_memory: false,
             blocks_each: 4,
@@ -79,12 +83,18 @@ impl Default for CopyPolicy {
 ///
 /// Belongs to no thread. Every call costs the calling thread what it takes, and no other one.
 pub struct CopyLane {
+    queue: Queue, // dropped first: waits for who uses the list
+    host: Pinned, // signal and head, then the list
+}
+
+/// All of a lane but the list that is written down, and what runs.
+struct Queue {
     kernel: GatherKernel,
     policy: CopyPolicy,
     gathers: Stream,
     copies: Stream,
-    host: Pinned,  // signal and head, then the list
-    device: Lists, // counter, then the list
+    in_host: DevicePtr, // where the lane's host memory begins
+    device: Lists,      // counter, then the list
     ticket: u32,
     signalled: bool, // the last launch of the batch writes the ticket
     is_gathering: bool,
@@ -100,43 +110,45 @@ impl CopyLane {
         // SAFETY: just allocated, and nothing else uses it.
         unsafe { gathers.fill(block.at, 0, FRONT as u64) }?;
         gathers.synchronize()?;
-        Ok(Self {
+        let host = device.pinned(FRONT + LIST_BYTES)?;
+        let queue = Queue {
             kernel: kernel.clone(),
             policy,
             gathers,
             copies: device.stream()?,
-            host: device.pinned(FRONT + LIST_BYTES)?,
+            in_host: host.address(),
             device: block,
             ticket: 0,
             signalled: false,
             is_gathering: false,
             is_copying: false,
-        })
+        };
+        Ok(Self { queue, host })
     }
 
     /// Its device.
     pub fn device(&self) -> &Device {
-        self.kernel.device()
+        self.queue.kernel.device()
     }
 
     /// How it copies.
     pub fn policy(&self) -> &CopyPolicy {
-        &self.policy
+        &self.queue.policy
     }
 
     /// Changes how it copies, from the next batch on.
     pub fn set_policy(&mut self, policy: CopyPolicy) {
-        self.policy = policy;
+        self.queue.policy = policy;
     }
 
     /// The stream of the copy engine, for work that comes before or after a batch.
     pub fn copy_stream(&self) -> &Stream {
-        &self.copies
+        &self.queue.copies
     }
 
     /// Whether nothing runs that was started here.
     pub fn is_idle(&self) -> bool {
-        !self.is_gathering && !self.is_copying
+        !self.queue.is_gathering && !self.queue.is_copying
     }
 
     /// Copies, and returns when all is done.
@@ -164,10 +176,11 @@ impl CopyLane {
     pub unsafe fn start(&mut self, ops: &[CopyOp], deadline: Instant) -> Result<()> {
         let device = self.device().clone();
         let _bound = device.bind()?; // once for all calls
+        let copy_from = self.policy().copy_from;
         let mut writer = self.begin(deadline)?;
         for op in ops {
             // SAFETY: the caller's promise.
-            unsafe { writer.add(*op) }?;
+            unsafe { writer.add(*op, copy_from) }?;
         }
         // SAFETY: as above.
         unsafe { writer.launch() }
@@ -179,9 +192,11 @@ impl CopyLane {
             return Err(Error::new(ErrorKind::Busy, "copy", "the lane's last batch still runs")
                 .remedy("finish it first, or use another lane"));
         }
-        self.ticket = self.ticket.wrapping_add(1);
-        self.signalled = false;
-        Ok(Writer { list: Sequence::default(), deadline, lane: self })
+        let Self { queue, host } = self;
+        queue.ticket = queue.ticket.wrapping_add(1);
+        queue.signalled = false;
+        let words = &mut host.as_mut_words()[..FRONT_WORDS + LIST_PIECES * PIECE_WORDS];
+        Ok(Writer { list: Sequence::default(), words, deadline, queue })
     }
 
     /// Waits until all that was started is done.
@@ -190,6 +205,12 @@ impl CopyLane {
     /// [`ErrorKind::Timeout`] at the deadline: it may still run. Any other error: nothing runs any
     /// more, and nobody knows what was copied.
     pub fn finish(&mut self, deadline: Instant) -> Result<()> {
+        self.queue.finish(deadline)
+    }
+}
+
+impl Queue {
+    fn finish(&mut self, deadline: Instant) -> Result<()> {
         let gathered = match self.is_gathering {
             true => self.finish_gather(deadline),
             false => Ok(()),
@@ -213,7 +234,7 @@ impl CopyLane {
     /// Launches a full list, so that it may be written from its start again.
     ///
     /// # Safety
-    /// As [`Self::start`], of the pieces of the list.
+    /// As [`CopyLane::start`], of the pieces of the list.
     #[cold]
     unsafe fn make_room(&mut self, list: Sequence, deadline: Instant) -> Result<()> {
         // SAFETY: the caller's promise.
@@ -221,14 +242,19 @@ impl CopyLane {
         until("copy", deadline, || self.gathers.is_done()) // the list is still read
     }
 
-    /// Queues a launch that carries the list.
+    /// Queues a launch that carries the list, which lies in `words`.
     ///
     /// # Safety
-    /// As [`Self::start`], of the pieces of the list.
-    unsafe fn launch_inline(&mut self, list: Sequence, signal: Option<Signal>) -> Result<()> {
+    /// As [`CopyLane::start`], of the pieces of the list.
+    unsafe fn launch_inline(
+        &mut self,
+        words: &mut [u64],
+        list: Sequence,
+        signal: Option<Signal>,
+    ) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
         self.is_gathering = true;
-        let words = &mut self.host.as_mut_words()[FRONT_WORDS - HEAD_WORDS..];
+        let words = &mut words[FRONT_WORDS - HEAD_WORDS..];
         // SAFETY: the caller's promise.
         unsafe { self.kernel.launch_inline(&self.gathers, words, list, share, signal) }
     }
@@ -236,11 +262,11 @@ impl CopyLane {
     /// Queues a launch that reads the list, and its upload before.
     ///
     /// # Safety
-    /// As [`Self::start`], of the pieces of the list.
+    /// As [`CopyLane::start`], of the pieces of the list.
     unsafe fn launch_list(&mut self, list: Sequence, signal: Option<Signal>) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
         let bytes = list.count as usize * PIECE_WORDS * 8;
-        let in_host = self.host.address().offset(FRONT as u64);
+        let in_host = self.in_host.offset(FRONT as u64);
         self.is_gathering = true;
         let at = if self.policy.list_in_host_memory {
             in_host
@@ -260,7 +286,7 @@ impl CopyLane {
             Wait::Driver => self.gathers.synchronize(),
             _ if !self.signalled => until("copy", deadline, || self.gathers.is_done()),
             _ => {
-                let word = self.host.address().0 as *mut u32;
+                let word = self.in_host.0 as *mut u32;
                 // SAFETY: aligned memory of the lane, which nothing but the kernel writes.
                 let word = unsafe { AtomicU32::from_ptr(word) };
                 until("copy", deadline, || {
@@ -278,34 +304,38 @@ impl CopyLane {
 /// registers then, and is not waited for as it would be in the lane's memory.
 pub(super) struct Writer<'a> {
     list: Sequence, // written and not launched yet
+    words: &'a mut [u64],
     deadline: Instant,
-    lane: &'a mut CopyLane,
+    queue: &'a mut Queue,
 }
 
 impl Writer<'_> {
-    /// Adds a piece. Large ones start at once, others when the batch is launched, or when there is
-    /// no room for more of them.
+    /// Adds a piece. Those of `copy_from` bytes and more start at once, others when the batch is
+    /// launched, or when there is no room for more of them.
     ///
     /// # Safety
     /// As [`CopyLane::start`].
     #[inline(always)]
-    pub(super) unsafe fn add(&mut self, op: CopyOp) -> Result<()> {
-        if op.len >= self.lane.policy.copy_from {
-            self.lane.is_copying = true;
+    pub(super) unsafe fn add(&mut self, op: CopyOp, copy_from: u64) -> Result<()> {
+        if op.len >= copy_from {
+            self.queue.is_copying = true;
             // SAFETY: the caller's promise.
-            return unsafe { self.lane.copies.copy(op.dst, op.src, op.len) };
+            return unsafe { self.queue.copies.copy(op.dst, op.src, op.len) };
         }
         if op.len == 0 {
             return Ok(());
         }
-        if self.list.count as usize == LIST_PIECES {
-            // SAFETY: as above.
-            unsafe { self.lane.make_room(self.list, self.deadline) }?;
-            self.list = Sequence::default();
-        }
         let at = FRONT_WORDS + self.list.count as usize * PIECE_WORDS;
-        let place = self.lane.host.as_mut_words()[at..].first_chunk_mut();
-        self.list.push(&op, place.expect("room is left"));
+        let place = match self.words.get_mut(at..at + PIECE_WORDS) {
+            Some(place) => place,
+            None => {
+                // SAFETY: as above.
+                unsafe { self.queue.make_room(self.list, self.deadline) }?;
+                self.list = Sequence::default();
+                &mut self.words[FRONT_WORDS..FRONT_WORDS + PIECE_WORDS]
+            }
+        };
+        self.list.push(&op, place.first_chunk_mut().expect("as long as a piece"));
         Ok(())
     }
 
@@ -314,26 +344,26 @@ impl Writer<'_> {
     /// # Safety
     /// As [`CopyLane::start`].
     pub(super) unsafe fn launch(self) -> Result<()> {
-        let Self { list, lane, .. } = self;
+        let Self { list, words, queue, .. } = self;
         if list.count == 0 {
             return Ok(());
         }
-        let signal = (lane.policy.wait == Wait::Signal).then_some(Signal {
-            blocks: lane.device.at.0,
-            done: lane.host.address().0,
-            ticket: lane.ticket,
+        let signal = (queue.policy.wait == Wait::Signal).then_some(Signal {
+            blocks: queue.device.at.0,
+            done: queue.in_host.0,
+            ticket: queue.ticket,
         });
-        lane.signalled = signal.is_some();
-        if list.count as usize <= lane.policy.upload_above.min(MOST_INLINE) {
+        queue.signalled = signal.is_some();
+        if list.count as usize <= queue.policy.upload_above.min(MOST_INLINE) {
             // SAFETY: the caller's promise; the signal's words are the lane's.
-            return unsafe { lane.launch_inline(list, signal) };
+            return unsafe { queue.launch_inline(words, list, signal) };
         }
         // SAFETY: as above.
-        unsafe { lane.launch_list(list, signal) }
+        unsafe { queue.launch_list(list, signal) }
     }
 }
 
-impl Drop for CopyLane {
+impl Drop for Queue {
     fn drop(&mut self) {
         let deadline = Instant::now() + DROP_BOUND;
         let waited = self.finish(deadline).err().map(|e| e.kind());
@@ -350,7 +380,7 @@ impl fmt::Debug for CopyLane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CopyLane")
             .field("device", &self.device().ordinal())
-            .field("policy", &self.policy)
+            .field("policy", self.policy())
             .field("idle", &self.is_idle())
             .finish_non_exhaustive()
     }

@@ -19,6 +19,7 @@ pub struct OpenedBlock {
     memory: PeerMemory,
     base: RemoteAddr,
     bytes: u64,
+    is_afar: bool,
 }
 
 impl OpenedBlock {
@@ -30,6 +31,11 @@ impl OpenedBlock {
     /// Length in bytes, as the other process says.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Whether it lies on another device than the one that it is mapped for.
+    pub fn is_afar(&self) -> bool {
+        self.is_afar
     }
 
     /// The mapping.
@@ -88,7 +94,10 @@ pub fn open_block(
                 .with("found", memory.len()),
         ));
     }
-    Ok(OpenedBlock { memory, base: RemoteAddr(buffer.addr), bytes: buffer.length })
+    // Where the driver does not tell, it is taken for memory at hand.
+    let lies_on = device.bind().map(|_bound| device.api().device_of(memory.address()));
+    let is_afar = matches!(lies_on, Ok(Ok(Some(ordinal))) if ordinal != device.ordinal());
+    Ok(OpenedBlock { memory, base: RemoteAddr(buffer.addr), bytes: buffer.length, is_afar })
 }
 
 fn open(
