@@ -269,6 +269,16 @@ impl Bed {
                 }
             }
         }
+        println!("\n| pieces | in one launch | a part ahead |\n|---|---|---|");
+        for (count, len) in [(4096, 10 * KIB), (2048, 64 * KIB), (512, 256 * KIB)] {
+            let mut row = format!("| {count} x {} KiB |", len / KIB);
+            for ahead in [false, true] {
+                let engine = engine(CopyPolicy { ahead, ..kernel_only })?;
+                let time = self.read_pieces(&engine, count, len)?;
+                row += &format!(" {} |", show(count * len, time));
+            }
+            println!("{row}");
+        }
         println!("\n| pieces | kernel | copy engine | kernel / copy engine |\n|---|---|---|---|");
         let copies_only = CopyPolicy { copy_from: 0, copy_from_afar: 0, ..usual };
         let (kernel, copies) = (engine(kernel_only)?, engine(copies_only)?);

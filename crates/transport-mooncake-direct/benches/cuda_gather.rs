@@ -185,6 +185,7 @@ impl Bed {
             let policy = CopyPolicy {
                 copy_from: [u64::MAX, u64::MAX, MIB][round % 3],
                 copy_from_afar: MIB,
+                ahead: round % 4 < 3,
                 upload_above: [usize::MAX, 0, 0][round / 3 % 3],
                 list_in_host_memory: round / 3 % 3 == 2,
                 blocks_each: 1 + round as u32 % 3,
@@ -324,6 +325,7 @@ impl Bed {
                         let policy = CopyPolicy {
                             copy_from,
                             copy_from_afar: copy_from,
+                            ahead: false,
                             upload_above,
                             list_in_host_memory,
                             blocks_each,

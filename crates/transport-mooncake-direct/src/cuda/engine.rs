@@ -209,17 +209,33 @@ impl CudaEngine {
         let own = self.device().region_kind();
         let _bound = self.device().bind()?; // once for all calls
         let policy = *lane.policy();
-        let mut writer = lane.begin(deadline)?;
+        let mut writer = lane.begin(batch.ops.len(), deadline)?;
         let (mut pieces, mut bytes) = (0, 0);
         // Most pieces lie where the one before does.
         let mut current =
-            Place { base: RemoteAddr(0), bytes: 0, start: DevicePtr(0), copy_from: u64::MAX };
-        for (i, ReadOp { address, dst, .. }) in batch.ops.iter().enumerate() {
-            let len = dst.len() as u64;
+            Place { base: RemoteAddr(0), bytes: 0, start: DevicePtr(0), copy_from: 0 };
+        let Batch { ops, blocks } = batch;
+        let mut i = 0;
+        while i < ops.len() {
+            let place = current;
+            let run = ops[i..].iter().map_while(move |ReadOp { address, dst, .. }| {
+                let len = dst.len() as u64;
+                let is_usual = len > 0 && len < place.copy_from && dst.kind() == own;
+                let src = place.locate(*address, len).filter(|_| is_usual)?;
+                Some(CopyOp { dst: DevicePtr(dst.address() as u64), src, len })
+            });
+            // SAFETY: the source is mapped as long as the batch has its block. The destination is
+            // the batch's alone, so that it overlaps with nothing; the batch is kept until the lane
+            // says that it is over. Peers do not write what they have published.
+            let (taken, taken_bytes) = unsafe { writer.add_run(run) };
+            (i, pieces, bytes) = (i + taken, pieces + taken as u64, bytes + taken_bytes);
+            let Some(ReadOp { address, dst, .. }) = ops.get(i) else { break };
+            let (op, len) = (Some(i), dst.len() as u64);
+            let at = |error| ReadError { op, error };
+            i += 1;
             if len == 0 {
                 continue;
             }
-            let at = |error| ReadError { op: Some(i), error };
             if dst.kind() != own {
                 return Err(at(self.not_here(dst.kind())));
             }
@@ -229,19 +245,16 @@ impl CudaEngine {
                     let block = peer.block(self.device(), *address, len, deadline).map_err(at)?;
                     let src = block.locate(*address, len).map_err(at)?;
                     current = Place::of(&block, &policy);
-                    if !batch.blocks.iter().any(|known| Arc::ptr_eq(known, &block)) {
-                        batch.blocks.push(block);
+                    if !blocks.iter().any(|known| Arc::ptr_eq(known, &block)) {
+                        blocks.push(block);
                     }
                     src
                 }
             };
             let op = CopyOp { dst: DevicePtr(dst.address() as u64), src, len };
-            // SAFETY: the source is mapped as long as the batch has its block. The destination is
-            // the batch's alone, so that it overlaps with nothing; the batch is kept until the lane
-            // says that it is over. Peers do not write what they have published.
+            // SAFETY: as above.
             unsafe { writer.add(op, current.copy_from) }?;
-            pieces += 1;
-            bytes += len;
+            (pieces, bytes) = (pieces + 1, bytes + len);
         }
         // SAFETY: as above, for each.
         unsafe { writer.launch() }?;

@@ -19,14 +19,29 @@ use super::{
 const LIST_PIECES: usize = 16 << 10;
 /// Most pieces that travel with a launch.
 const MOST_INLINE: usize = INLINE[INLINE.len() - 1];
-/// Words in front of the list. In host memory: the one that tells that the kernel is done, and the
-/// head of pieces that travel with a launch, right before them. On the device: the counter of
-/// blocks.
+/// Most pieces that travel with a launch ahead.
+const INLINE_AHEAD: usize = INLINE[1];
+/// Batches from so many pieces on are launched in two halves, both uploaded.
+const HALVES_FROM: usize = 1024;
+/// Words in front of the list. In host memory: those that tell that a launch is done, and the head of
+/// pieces that travel with a launch, right before them. On the device: the counters of blocks.
 const FRONT_WORDS: usize = 32;
 const FRONT: usize = FRONT_WORDS * 8;
+/// Where the words of a batch's last launch are in front of the list, and those of one ahead of it.
+const LAST: u64 = 0;
+const AHEAD: u64 = 64;
 const LIST_BYTES: usize = LIST_PIECES * PIECE_WORDS * 8;
 /// How long a lane that is dropped waits for work that nobody waited for.
 const DROP_BOUND: Duration = Duration::from_secs(10);
+
+/// After how many pieces of a batch those are launched; never, if it is small.
+fn ahead_of(pieces: usize) -> usize {
+    match pieces {
+        HALVES_FROM.. => pieces / 2,
+        _ if pieces >= 2 * INLINE_AHEAD => INLINE_AHEAD,
+        _ => usize::MAX,
+    }
+}
 
 /// What goes through the copy engine, and how the kernel is used for the rest.
 ///
@@ -42,6 +57,8 @@ pub struct CopyPolicy {
     /// Batches of more pieces have their list uploaded. Others, at most 1,360, are sent along with
     /// the launch.
     pub upload_above: usize,
+    /// Whether a part of a large batch is launched while the rest of it is still written down.
+    pub ahead: bool,
     /// Uploaded lists stay in host memory, where the kernel reads them.
     pub list_in_host_memory: bool,
     /// Blocks of the kernel on each multiprocessor.
@@ -70,9 +87,10 @@ impl Default for CopyPolicy {
             copy_from: 48 << 20,
             copy_from_afar: 8 << 20,
             upload_above: INLINE[1],
+            ahead: true,
             list_in_host_memory: false,
-            blocks_each: 4,
-            rounds: 2,
+            blocks_each: 2,
+            rounds: 8,
             wait: Wait::Signal,
         }
     }
@@ -91,12 +109,14 @@ pub struct CopyLane {
 struct Queue {
     kernel: GatherKernel,
     policy: CopyPolicy,
+    ahead: Stream, // of what is launched before the whole list is written
     gathers: Stream,
     copies: Stream,
     in_host: DevicePtr, // where the lane's host memory begins
     device: Lists,      // counter, then the list
     ticket: u32,
-    signalled: bool, // the last launch of the batch writes the ticket
+    signalled: bool, // the last launch of the batch writes the ticket, and the one ahead of it too
+    is_ahead: bool,
     is_gathering: bool,
     is_copying: bool,
 }
@@ -114,12 +134,14 @@ impl CopyLane {
         let queue = Queue {
             kernel: kernel.clone(),
             policy,
+            ahead: device.stream()?,
             gathers,
             copies: device.stream()?,
             in_host: host.address(),
             device: block,
             ticket: 0,
             signalled: false,
+            is_ahead: false,
             is_gathering: false,
             is_copying: false,
         };
@@ -148,7 +170,7 @@ impl CopyLane {
 
     /// Whether nothing runs that was started here.
     pub fn is_idle(&self) -> bool {
-        !self.queue.is_gathering && !self.queue.is_copying
+        !self.queue.is_ahead && !self.queue.is_gathering && !self.queue.is_copying
     }
 
     /// Copies, and returns when all is done.
@@ -177,17 +199,24 @@ impl CopyLane {
         let device = self.device().clone();
         let _bound = device.bind()?; // once for all calls
         let copy_from = self.policy().copy_from;
-        let mut writer = self.begin(deadline)?;
-        for op in ops {
+        let mut writer = self.begin(ops.len(), deadline)?;
+        let mut rest = ops;
+        while !rest.is_empty() {
+            let is_usual = |op: &&CopyOp| op.len > 0 && op.len < copy_from;
+            let run = rest.iter().take_while(is_usual).copied();
             // SAFETY: the caller's promise.
+            let (taken, _) = unsafe { writer.add_run(run) };
+            let Some((op, later)) = rest[taken..].split_first() else { break };
+            // SAFETY: as above.
             unsafe { writer.add(*op, copy_from) }?;
+            rest = later;
         }
         // SAFETY: as above.
         unsafe { writer.launch() }
     }
 
-    /// Begins a batch that is told piece by piece.
-    pub(super) fn begin(&mut self, deadline: Instant) -> Result<Writer<'_>> {
+    /// Begins a batch of about `pieces`, which are told one by one.
+    pub(super) fn begin(&mut self, pieces: usize, deadline: Instant) -> Result<Writer<'_>> {
         if !self.is_idle() {
             return Err(Error::new(ErrorKind::Busy, "copy", "the lane's last batch still runs")
                 .remedy("finish it first, or use another lane"));
@@ -196,7 +225,8 @@ impl CopyLane {
         queue.ticket = queue.ticket.wrapping_add(1);
         queue.signalled = false;
         let words = &mut host.as_mut_words()[..FRONT_WORDS + LIST_PIECES * PIECE_WORDS];
-        Ok(Writer { list: Sequence::default(), words, deadline, queue })
+        let ahead = if queue.policy.ahead { ahead_of(pieces) } else { usize::MAX };
+        Ok(Writer { list: Sequence::default(), first: 0, ahead, words, deadline, queue })
     }
 
     /// Waits until all that was started is done.
@@ -211,8 +241,16 @@ impl CopyLane {
 
 impl Queue {
     fn finish(&mut self, deadline: Instant) -> Result<()> {
+        let ahead = match self.is_ahead {
+            true => self.finish_gather(&self.ahead, AHEAD, deadline),
+            false => Ok(()),
+        };
+        if ahead.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout) {
+            return ahead;
+        }
+        self.is_ahead = false;
         let gathered = match self.is_gathering {
-            true => self.finish_gather(deadline),
+            true => self.finish_gather(&self.gathers, LAST, deadline),
             false => Ok(()),
         };
         if gathered.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout) {
@@ -228,7 +266,7 @@ impl Queue {
             return copied;
         }
         self.is_copying = false;
-        gathered.and(copied)
+        ahead.and(gathered).and(copied)
     }
 
     /// Launches a full list, so that it may be written from its start again.
@@ -236,62 +274,96 @@ impl Queue {
     /// # Safety
     /// As [`CopyLane::start`], of the pieces of the list.
     #[cold]
-    unsafe fn make_room(&mut self, list: Sequence, deadline: Instant) -> Result<()> {
+    unsafe fn make_room(&mut self, first: usize, list: Sequence, deadline: Instant) -> Result<()> {
+        self.is_gathering = true;
         // SAFETY: the caller's promise.
-        unsafe { self.launch_list(list, None) }?;
-        until("copy", deadline, || self.gathers.is_done()) // the list is still read
+        unsafe { self.launch_list(&self.gathers, first, list, None) }?;
+        // The lists are still read.
+        until("copy", deadline, || Ok(self.gathers.is_done()? && self.ahead.is_done()?))
     }
 
-    /// Queues a launch that carries the list, which lies in `words`.
+    /// Launches what is written while more of it is being written.
+    ///
+    /// # Safety
+    /// As [`CopyLane::start`], of the pieces of the list.
+    #[cold]
+    unsafe fn launch_ahead(&mut self, words: &mut [u64], list: Sequence) -> Result<()> {
+        let signal = self.signal(AHEAD);
+        self.is_ahead = true;
+        match list.count as usize <= INLINE_AHEAD {
+            // SAFETY: the caller's promise; the signal's words are the lane's.
+            true => unsafe { self.launch_inline(&self.ahead, words, list, signal) },
+            // SAFETY: as above.
+            false => unsafe { self.launch_list(&self.ahead, 0, list, signal) },
+        }
+    }
+
+    /// How a launch tells that it is done, if it does.
+    fn signal(&self, place: u64) -> Option<Signal> {
+        (self.policy.wait == Wait::Signal).then(|| Signal {
+            blocks: self.device.at.offset(place).0,
+            done: self.in_host.offset(place).0,
+            ticket: self.ticket,
+        })
+    }
+
+    /// Queues a launch that carries the list, which lies at the begin of `words`.
     ///
     /// # Safety
     /// As [`CopyLane::start`], of the pieces of the list.
     unsafe fn launch_inline(
-        &mut self,
+        &self,
+        stream: &Stream,
         words: &mut [u64],
         list: Sequence,
         signal: Option<Signal>,
     ) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
-        self.is_gathering = true;
         let words = &mut words[FRONT_WORDS - HEAD_WORDS..];
         // SAFETY: the caller's promise.
-        unsafe { self.kernel.launch_inline(&self.gathers, words, list, share, signal) }
+        unsafe { self.kernel.launch_inline(stream, words, list, share, signal) }
     }
 
-    /// Queues a launch that reads the list, and its upload before.
+    /// Queues a launch that reads the list, whose pieces are those from `first` on, and its upload
+    /// before.
     ///
     /// # Safety
     /// As [`CopyLane::start`], of the pieces of the list.
-    unsafe fn launch_list(&mut self, list: Sequence, signal: Option<Signal>) -> Result<()> {
+    unsafe fn launch_list(
+        &self,
+        stream: &Stream,
+        first: usize,
+        list: Sequence,
+        signal: Option<Signal>,
+    ) -> Result<()> {
         let share = self.kernel.share(self.policy.blocks_each, self.policy.rounds);
         let bytes = list.count as usize * PIECE_WORDS * 8;
-        let in_host = self.in_host.offset(FRONT as u64);
-        self.is_gathering = true;
+        let from = (FRONT + first * PIECE_WORDS * 8) as u64;
+        let in_host = self.in_host.offset(from);
         let at = if self.policy.list_in_host_memory {
             in_host
         } else {
-            let at = self.device.at.offset(FRONT as u64);
+            let at = self.device.at.offset(from);
             // SAFETY: the lane's own memory, which nothing uses before the launch that follows.
-            unsafe { self.gathers.copy(at, in_host, bytes as u64) }?;
+            unsafe { stream.copy(at, in_host, bytes as u64) }?;
             at
         };
         // SAFETY: the list is there when the stream gets to the launch, and is written again only
         // when it is past; the rest is the caller's promise.
-        unsafe { self.kernel.launch_list(&self.gathers, at, list, share, signal) }
+        unsafe { self.kernel.launch_list(stream, at, list, share, signal) }
     }
 
-    fn finish_gather(&self, deadline: Instant) -> Result<()> {
+    fn finish_gather(&self, stream: &Stream, place: u64, deadline: Instant) -> Result<()> {
         match self.policy.wait {
-            Wait::Driver => self.gathers.synchronize(),
-            _ if !self.signalled => until("copy", deadline, || self.gathers.is_done()),
+            Wait::Driver => stream.synchronize(),
+            _ if !self.signalled => until("copy", deadline, || stream.is_done()),
             _ => {
-                let word = self.in_host.0 as *mut u32;
+                let word = self.in_host.offset(place).0 as *mut u32;
                 // SAFETY: aligned memory of the lane, which nothing but the kernel writes.
                 let word = unsafe { AtomicU32::from_ptr(word) };
                 until("copy", deadline, || {
                     // Also where a launch failed before the one that tells.
-                    Ok(is_signalled(word, self.ticket) || self.gathers.is_done()?)
+                    Ok(is_signalled(word, self.ticket) || stream.is_done()?)
                 })
             }
         }
@@ -299,17 +371,39 @@ impl Queue {
 }
 
 /// Writes the pieces of a batch into the lane's list.
-///
-/// A local variable of whoever loops over the pieces: what changes with each of them stays in
-/// registers then, and is not waited for as it would be in the lane's memory.
 pub(super) struct Writer<'a> {
     list: Sequence, // written and not launched yet
+    first: usize,   // place of its first piece
+    ahead: usize,   // pieces after which it is launched
     words: &'a mut [u64],
     deadline: Instant,
     queue: &'a mut Queue,
 }
 
 impl Writer<'_> {
+    /// Adds pieces, all for the kernel, as long as `pieces` has some and there is room up to the next
+    /// launch; how many, and their bytes. Others, and what starts that launch, are for [`Self::add`].
+    ///
+    /// A function of its own, for thousands of small pieces: what changes with each of them stays in
+    /// registers then.
+    ///
+    /// # Safety
+    /// As [`CopyLane::start`].
+    #[inline(never)]
+    pub(super) unsafe fn add_run(&mut self, pieces: impl Iterator<Item = CopyOp>) -> (usize, u64) {
+        let (mut list, mut bytes) = (self.list, 0);
+        let before = list.count as usize;
+        let room = (self.ahead - 1).saturating_sub(before);
+        let at = FRONT_WORDS + (self.first + before) * PIECE_WORDS;
+        let (places, _) = self.words[at..].as_chunks_mut();
+        for (place, op) in places.iter_mut().take(room).zip(pieces) {
+            list.push(&op, place);
+            bytes += op.len;
+        }
+        self.list = list;
+        (list.count as usize - before, bytes)
+    }
+
     /// Adds a piece. Those of `copy_from` bytes and more start at once, others when the batch is
     /// launched, or when there is no room for more of them.
     ///
@@ -325,17 +419,24 @@ impl Writer<'_> {
         if op.len == 0 {
             return Ok(());
         }
-        let at = FRONT_WORDS + self.list.count as usize * PIECE_WORDS;
+        let at = FRONT_WORDS + (self.first + self.list.count as usize) * PIECE_WORDS;
         let place = match self.words.get_mut(at..at + PIECE_WORDS) {
             Some(place) => place,
             None => {
                 // SAFETY: as above.
-                unsafe { self.queue.make_room(self.list, self.deadline) }?;
-                self.list = Sequence::default();
+                unsafe { self.queue.make_room(self.first, self.list, self.deadline) }?;
+                (self.list, self.first) = (Sequence::default(), 0);
                 &mut self.words[FRONT_WORDS..FRONT_WORDS + PIECE_WORDS]
             }
         };
         self.list.push(&op, place.first_chunk_mut().expect("as long as a piece"));
+        if self.list.count as usize == self.ahead {
+            // SAFETY: as above.
+            unsafe { self.queue.launch_ahead(self.words, self.list) }?;
+            // An uploaded list is still read; one that travels is not.
+            self.first = if self.ahead <= INLINE_AHEAD { 0 } else { self.ahead };
+            (self.list, self.ahead) = (Sequence::default(), usize::MAX);
+        }
         Ok(())
     }
 
@@ -344,22 +445,19 @@ impl Writer<'_> {
     /// # Safety
     /// As [`CopyLane::start`].
     pub(super) unsafe fn launch(self) -> Result<()> {
-        let Self { list, words, queue, .. } = self;
+        let Self { list, first, words, queue, .. } = self;
+        queue.signalled = queue.policy.wait == Wait::Signal;
         if list.count == 0 {
             return Ok(());
         }
-        let signal = (queue.policy.wait == Wait::Signal).then_some(Signal {
-            blocks: queue.device.at.0,
-            done: queue.in_host.0,
-            ticket: queue.ticket,
-        });
-        queue.signalled = signal.is_some();
-        if list.count as usize <= queue.policy.upload_above.min(MOST_INLINE) {
+        let signal = queue.signal(LAST);
+        queue.is_gathering = true;
+        if first == 0 && list.count as usize <= queue.policy.upload_above.min(MOST_INLINE) {
             // SAFETY: the caller's promise; the signal's words are the lane's.
-            return unsafe { queue.launch_inline(words, list, signal) };
+            return unsafe { queue.launch_inline(&queue.gathers, words, list, signal) };
         }
         // SAFETY: as above.
-        unsafe { queue.launch_list(list, signal) }
+        unsafe { queue.launch_list(&queue.gathers, first, list, signal) }
     }
 }
 
@@ -368,7 +466,9 @@ impl Drop for Queue {
         let deadline = Instant::now() + DROP_BOUND;
         let waited = self.finish(deadline).err().map(|e| e.kind());
         // A signal says that the bytes are there; the launch itself ends a moment later.
-        let ended = until("copy", deadline, || self.gathers.is_done()).err().map(|e| e.kind());
+        let ended =
+            until("copy", deadline, || Ok(self.gathers.is_done()? && self.ahead.is_done()?));
+        let ended = ended.err().map(|e| e.kind());
         if waited == Some(ErrorKind::Timeout) || ended == Some(ErrorKind::Timeout) {
             // Lists that the device may still read are never given back.
             self.device.forget();

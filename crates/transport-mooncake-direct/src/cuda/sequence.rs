@@ -22,8 +22,8 @@ const WARPS: (u64, u64) = (2, 16);
 pub(super) struct Sequence {
     /// Pieces.
     pub(super) count: u32,
-    /// Units.
-    pub(super) units: u64,
+    /// Bytes of their units.
+    pub(super) bytes: u64,
 }
 
 /// How the work is dealt out.
@@ -52,11 +52,14 @@ impl Sequence {
     /// Writes a piece down in its place behind the others. It has bytes.
     #[inline(always)]
     pub(super) fn push(&mut self, op: &CopyOp, place: &mut [u64; PIECE_WORDS]) {
-        let units = op.len.div_ceil(UNIT);
-        let padding = (units << UNIT_BITS) - op.len;
-        *place = [op.src.0, op.dst.0, (self.units << UNIT_BITS) | padding];
-        self.units += units;
+        let whole = op.len.next_multiple_of(UNIT);
+        *place = [op.src.0, op.dst.0, self.bytes | (whole - op.len)];
+        self.bytes += whole;
         self.count += 1;
+    }
+
+    fn units(&self) -> u64 {
+        self.bytes >> UNIT_BITS
     }
 
     /// Cuts the sequence so that every warp of the share has work, and none much more than others.
@@ -65,9 +68,9 @@ impl Sequence {
         let most_blocks = multiprocessors * u64::from(share.blocks_each.max(1));
         let wanted = most_blocks * WARPS.1 * u64::from(share.rounds.max(1));
         // Whole steps of a warp, so that only the last chunk of a piece is short.
-        let chunk = self.units.div_ceil(wanted).next_multiple_of(MIN_CHUNK);
+        let chunk = self.units().div_ceil(wanted).next_multiple_of(MIN_CHUNK);
         let chunk = chunk.clamp(MIN_CHUNK, MAX_CHUNK);
-        let chunks = self.units.div_ceil(chunk).max(1);
+        let chunks = self.units().div_ceil(chunk).max(1);
         // Little work is spread over all multiprocessors, in small blocks.
         let warps = chunks.div_ceil(multiprocessors).clamp(WARPS.0, WARPS.1);
         let blocks = chunks.div_ceil(warps).min(most_blocks);
@@ -83,7 +86,7 @@ impl Sequence {
     ) {
         let (blocks, done, ticket) =
             signal.map_or((0, 0, 0), |signal| (signal.blocks, signal.done, signal.ticket));
-        words[0] = self.units;
+        words[0] = self.units();
         words[1] = blocks;
         words[2] = done;
         words[3] = u64::from(self.count) | u64::from(deal.chunk_units) << 32;
@@ -120,14 +123,14 @@ mod tests {
         for (place, len) in places.iter_mut().zip([1, 512, 513, 10 << 10]) {
             sequence.push(&op(len), place);
         }
-        assert_eq!(sequence, Sequence { count: 4, units: 1 + 1 + 2 + 20 });
+        assert_eq!(sequence, Sequence { count: 4, bytes: (1 + 1 + 2 + 20) * 512 });
         assert_eq!(places[0], [9, 7, 511]);
         assert_eq!([places[1][2], places[2][2], places[3][2]], [512, 1024 + 511, 2048]);
     }
 
     #[test]
     fn a_head_is_laid_out_as_the_kernel_reads_it() {
-        let sequence = Sequence { count: 3, units: 1 << 40 };
+        let sequence = Sequence { count: 3, bytes: 1 << 49 };
         let deal = Deal { chunk_units: 12, blocks: 1, threads: 64 };
         let mut words = [9; HEAD_WORDS];
         let signal = Signal { blocks: 0x10, done: 0x20, ticket: 5 };
@@ -144,7 +147,7 @@ mod tests {
             rounds in 1_u32..9,
         ) {
             let share = Share { multiprocessors, blocks_each, rounds };
-            let deal = Sequence { count: 1, units }.deal(share);
+            let deal = Sequence { count: 1, bytes: units * UNIT }.deal(share);
             prop_assert!(deal.threads.is_multiple_of(32) && deal.threads <= 512);
             prop_assert!(deal.blocks >= 1 && deal.blocks <= multiprocessors * blocks_each);
             let chunks = units.div_ceil(u64::from(deal.chunk_units));

@@ -87,18 +87,22 @@ fn every_way_of_telling_and_waiting_copies_the_same_bytes() {
     let waits = [Wait::Signal, Wait::Ask, Wait::Driver];
     let lens: Vec<u64> = (0..1750).map(|i| [0, 1, 511, 512, 513, 4096, 9999][i % 7]).collect();
     for wait in waits {
-        for (upload_above, list_in_host_memory, copy_from) in [
-            (usize::MAX, false, u64::MAX),
-            (usize::MAX, false, 4096),
-            (0, false, u64::MAX),
-            (0, true, 9999),
-            (0, false, 1),
+        for (upload_above, list_in_host_memory, copy_from, ahead) in [
+            (usize::MAX, false, u64::MAX, false),
+            (usize::MAX, false, 4096, false),
+            (0, false, u64::MAX, false),
+            (0, true, 9999, false),
+            (0, false, 1, false),
+            (0, false, u64::MAX, true),
+            (168, false, 9999, true),
+            (168, true, u64::MAX, true),
         ] {
-            for n in [0, 1, 2, 9, 169, 1360, 1361, 1750] {
+            for n in [0, 1, 2, 9, 169, 336, 900, 1360, 1361, 1750] {
                 let bed = Bed::new();
                 let policy = CopyPolicy {
                     copy_from,
                     upload_above,
+                    ahead,
                     list_in_host_memory,
                     wait,
                     ..CopyPolicy::default()
@@ -116,10 +120,10 @@ fn every_way_of_telling_and_waiting_copies_the_same_bytes() {
 
 #[test]
 fn more_pieces_than_a_list_has_take_several() {
-    // Also with nothing left for the last one.
-    for count in [40_000, 2 * (16 << 10)] {
+    // Also with nothing left for the last one, and with a part launched ahead.
+    for (count, ahead) in [(40_000, false), (2 * (16 << 10), false), (40_000, true)] {
         let bed = Bed::new();
-        let policy = CopyPolicy { upload_above: 0, ..CopyPolicy::default() };
+        let policy = CopyPolicy { upload_above: 0, ahead, ..CopyPolicy::default() };
         let mut lane = CopyLane::new(&bed.kernel, policy).unwrap();
         let ops = bed.pieces(&vec![3; count]);
         copy(&mut lane, &ops).unwrap();
@@ -159,6 +163,24 @@ fn a_failed_launch_is_an_error_and_the_lane_waits_for_what_runs() {
     lane.finish(soon()).unwrap();
     copy(&mut lane, &ops).unwrap();
     bed.check(&ops);
+}
+
+#[test]
+fn what_was_launched_ahead_is_waited_for_when_the_rest_fails() {
+    for count in [500, 1500] {
+        let bed = Bed::new();
+        let mut lane = CopyLane::new(&bed.kernel, CopyPolicy::default()).unwrap();
+        bed.cuda.fail("cuLaunchKernel", 1, 1, 719);
+        let ops = bed.pieces(&vec![64; count]);
+        // SAFETY: as in `copy`.
+        let error = unsafe { lane.start(&ops, soon()) }.unwrap_err();
+        assert!(error.to_string().contains("cuLaunchKernel"), "{error}");
+        assert!(!lane.is_idle());
+        lane.finish(soon()).unwrap();
+        copy(&mut lane, &ops).unwrap();
+        bed.check(&ops);
+        assert_eq!(bed.cuda.calls("cuLaunchKernel"), 4, "two for each batch");
+    }
 }
 
 #[test]
