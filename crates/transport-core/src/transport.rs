@@ -108,7 +108,9 @@ pub struct Capabilities {
     pub fetch: bool,
     /// [`Destination::View`]: tensors are read where the publisher put them, without a copy.
     pub views: bool,
-    /// [`FetchRequest::ranges`]: some bytes of a tensor are read without the others.
+    /// [`FetchRequest::ranges`]: some bytes of a tensor are read without the others. Where that
+    /// depends on who holds a sample, a fetch of ranges that cannot be read alone fails with
+    /// [`ErrorKind::Unsupported`]: they are never cut from what is read whole.
     pub ranges: bool,
     /// Peers on other hosts can be reached.
     pub cross_host: bool,
@@ -384,7 +386,8 @@ impl FetchRequest {
     /// What comes back is a tensor of bytes, as long as all ranges together.
     ///
     /// Needs [`Capabilities::ranges`], and a destination other than [`Destination::View`], which
-    /// shows the whole tensor at no cost.
+    /// shows the whole tensor at no cost. [`ErrorKind::Unsupported`] asks for the whole tensor
+    /// instead.
     #[must_use]
     pub fn ranges(mut self, ranges: Vec<Range<u64>>) -> Self {
         self.ranges = Some(ranges);

@@ -29,8 +29,6 @@ struct Read {
     ranges: Option<Vec<Range<u64>>>, // of it that are wanted; all of it if none
     region: Option<RegionMut>,       // being filled; from the pool once it is needed
     is_callers: bool,                // the region must come back as it is
-    /// Where the ranges go, while `region` takes all of the object.
-    aside: Option<RegionMut>,
     bytes: Option<RegionSlice>,
 }
 
@@ -39,29 +37,6 @@ impl Read {
     fn wanted(&self) -> usize {
         let ranges = self.ranges.as_ref();
         ranges.map_or(self.len, |ranges| ranges.iter().map(|r| (r.end - r.start) as usize).sum())
-    }
-
-    /// The region has not been filled: it is used again, or what it stood in for.
-    fn try_again(&mut self, region: RegionMut) {
-        self.region = self.aside.take().or(Some(region));
-    }
-
-    /// The region holds what was asked for; gives the bytes that were copied out of it.
-    fn is_filled(&mut self, mut region: RegionMut) -> u64 {
-        let (Some(mut own), Some(ranges)) = (self.aside.take(), &self.ranges) else {
-            self.bytes = Some(region.freeze());
-            return 0;
-        };
-        let from = region.as_mut_bytes().expect("the pool is host memory");
-        let mut rest = own.as_mut_bytes().expect("checked to be host memory");
-        for range in ranges {
-            let from = &from[range.start as usize..range.end as usize];
-            let (to, tail) = rest.split_at_mut(from.len());
-            to.copy_from_slice(from);
-            rest = tail;
-        }
-        self.bytes = Some(own.freeze());
-        self.wanted() as u64
     }
 }
 
@@ -239,8 +214,7 @@ impl Planned {
         region: Option<RegionMut>,
     ) -> usize {
         let (key, is_callers) = (key.clone(), region.is_some());
-        let (aside, bytes) = (None, None);
-        self.reads.push(Read { key, len, ranges, region, is_callers, aside, bytes });
+        self.reads.push(Read { key, len, ranges, region, is_callers, bytes: None });
         self.reads.len() - 1
     }
 }
@@ -424,15 +398,6 @@ fn read_by_mooncake(
     answers
 }
 
-/// What Mooncake's engine has to read: one call for all whole objects, then one for each object of
-/// which ranges are wanted, because another read may name the same, and the engine answers a key
-/// that is twice in one call with success twice, and fills only one of the destinations.
-fn left_to_mooncake(reads: &[Read], part: &[usize], found: &[Option<Found>]) -> Vec<Vec<usize>> {
-    let left = (0..part.len()).filter(|&i| found[i].is_none());
-    let (cut, whole): (Vec<_>, Vec<_>) = left.partition(|&i| reads[part[i]].ranges.is_some());
-    std::iter::once(whole).chain(cut.into_iter().map(|i| vec![i])).collect()
-}
-
 /// Makes one call. Objects worth another attempt go to `again`; any other failure is an error.
 fn read_part(
     shared: &Shared,
@@ -447,7 +412,7 @@ fn read_part(
         bytes += reads[i].wanted() as u64;
         let region = match reads[i].region.take() {
             Some(region) => region,
-            None => take(shared, flight, &reads[i], reads[i].wanted())?,
+            None => take(shared, flight, &reads[i])?,
         };
         regions.push(Some(region));
     }
@@ -464,18 +429,11 @@ fn read_part(
             shared.ledger.timed(read)
         })??;
     }
+    // Whole objects: ranges that the reader does not read are refused.
+    let left: Vec<usize> = (0..part.len()).filter(|&i| found[i].is_none()).collect();
     let mut answers: Vec<_> = part.iter().map(|_| None).collect();
-    for some in left_to_mooncake(reads, part, &found) {
-        for &i in &some {
-            let read = &mut reads[part[i]];
-            if read.ranges.is_some() {
-                read.aside = regions[i].take();
-                regions[i] = Some(take(shared, flight, read, read.len)?);
-            }
-        }
-        let read = read_by_mooncake(shared, flight, &keys, &mut regions, &some)?;
-        some.iter().zip(read).for_each(|(&i, answer)| answers[i] = Some(answer));
-    }
+    let read = read_by_mooncake(shared, flight, &keys, &mut regions, &left)?;
+    left.into_iter().zip(read).for_each(|(i, answer)| answers[i] = Some(answer));
     let late = shared.config.read_lease.is_some_and(|lease| start.elapsed() >= lease);
     let regions = regions.into_iter().map(|region| region.expect("given back by whoever read it"));
     let mut fatal = None;
@@ -487,7 +445,7 @@ fn read_part(
             Some(Found::Length(len)) => Ok(len),
             Some(Found::Failed(error)) => {
                 failed.push(read.key.clone());
-                read.try_again(region); // nothing writes it any more
+                read.region = Some(region); // nothing writes it any more
                 again.push(Again { index: i, code: StoreCode::TRANSFER_FAIL, error });
                 continue;
             }
@@ -495,11 +453,10 @@ fn read_part(
         };
         match result {
             Ok(found) if found == read.len as u64 && !late => {
-                let copied = read.is_filled(region);
-                shared.ledger.copied_bytes.fetch_add(copied, Ordering::Relaxed);
+                read.bytes = Some(region.freeze());
             }
             Ok(found) if found == read.len as u64 => {
-                read.try_again(region); // complete, but perhaps another object's
+                read.region = Some(region); // complete, but perhaps another object's
                 again.push(Again { index: i, code: StoreCode::LEASE_EXPIRED, error: None });
             }
             Ok(found) => {
@@ -512,8 +469,7 @@ fn read_part(
                     failed.push(read.key.clone());
                 }
                 shared.memory.quarantine(region); // the peer may still write it
-                let aside = read.aside.take();
-                if read.is_callers && aside.is_none() {
+                if read.is_callers {
                     let error = explain(code).with("key", &read.key).remedy(
                         "fetch again: memory of the caller is not tried twice, because the failed \
                          transfer may still write it",
@@ -531,7 +487,6 @@ fn read_part(
                     .remedy("find out why reads fail; closing the transport gives the memory back");
                     fatal.get_or_insert(error);
                 } else {
-                    read.region = aside;
                     again.push(Again { index: i, code, error: None });
                 }
             }
@@ -539,7 +494,7 @@ fn read_part(
                 fatal.get_or_insert(too_long(shared, read));
             }
             Err(code) if code.error("fetch").is_temporary() => {
-                read.try_again(region);
+                read.region = Some(region);
                 again.push(Again { index: i, code, error: None });
             }
             Err(code) => {
@@ -557,8 +512,8 @@ fn read_part(
 }
 
 /// Takes memory for a read.
-fn take(shared: &Shared, flight: &Flight, read: &Read, len: usize) -> Result<RegionMut> {
-    shared.memory.take(len, flight).map_err(|e| no_memory(shared, read, e))
+fn take(shared: &Shared, flight: &Flight, read: &Read) -> Result<RegionMut> {
+    shared.memory.take(read.wanted(), flight).map_err(|e| no_memory(shared, read, e))
 }
 
 /// Memory is short: perhaps only because the descriptor asks for more than there is.

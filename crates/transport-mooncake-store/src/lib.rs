@@ -39,8 +39,10 @@
 //! another wire, with a warning.
 //!
 //! A client with a reader and without object memory reads
-//! [ranges](transport_core::Capabilities::ranges) of tensors: a range is another address. What is left
-//! to Mooncake all the same is read whole and cut, for each request anew.
+//! [ranges](transport_core::Capabilities::ranges) of tensors: a range is another address. Ranges of
+//! what is left to Mooncake all the same are refused with
+//! [`Unsupported`](transport_core::ErrorKind::Unsupported), and no byte moves: its engine reads whole
+//! objects, so that whoever wants pieces of one reads it whole, once.
 //!
 //! The native tcp engine (`transport_mooncake_direct::TcpEngine`) is
 //! such a reader: it moves large objects about twice as fast as Mooncake's, and the memory of a read

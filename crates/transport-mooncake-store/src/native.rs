@@ -103,6 +103,10 @@ impl Native {
     /// its region. What stays `None` is left to Mooncake. Fails where the call as a whole is over:
     /// the master does not answer, the deadline has passed, or nobody waits any more. Then nothing
     /// reads any more either.
+    ///
+    /// Ranges of an object that would be left to Mooncake fail the call with
+    /// [`ErrorKind::Unsupported`], before a byte moves where the owner is known: Mooncake's engine
+    /// reads whole objects, and all of one for each piece of it would cost the square of its length.
     pub(crate) fn read(
         &self,
         shared: &Shared,
@@ -112,10 +116,21 @@ impl Native {
         regions: &mut [Option<RegionMut>],
         found: &mut [Option<Found>],
     ) -> Result<()> {
-        let Some(located) = shared.api.locate(keys)? else { return Ok(()) };
+        let Some(located) = shared.api.locate(keys)? else {
+            let ranged = wishes.iter().position(|wish| wish.ranges.is_some());
+            return ranged.map_or(Ok(()), |i| Err(whole_only(keys[i])));
+        };
         let mut groups: Vec<Group> = Vec::new();
         for (i, replicas) in located.iter().enumerate() {
-            let Some((replica, at)) = self.choose(replicas, &mut groups) else { continue };
+            let Some((replica, at)) = self.choose(replicas, &mut groups) else {
+                if wishes[i].ranges.is_none() {
+                    continue;
+                }
+                return Err(match shared.api.size(keys[i])? {
+                    Err(code) => code.error("fetch").with("key", keys[i]),
+                    Ok(_) => whole_only(keys[i]).with("segments", names(replicas)),
+                });
+            };
             let dst = regions[i].take_if(|_| wishes[i].len == replica.len);
             let Some(dst) = dst else {
                 found[i] = Some(Found::Length(replica.len));
@@ -149,7 +164,12 @@ impl Native {
                 Some(ErrorKind::Timeout | ErrorKind::Closed) => return Err(error.expect("is some")),
                 Some(ErrorKind::Unsupported | ErrorKind::Protocol) => {
                     tracing::warn!(segment = &*group.name, ?error, "left to Mooncake's engine");
-                    self.left.lock().insert(group.name, true);
+                    self.left.lock().insert(group.name.clone(), true);
+                    let ranged = group.objects.iter().find(|(i, _)| wishes[*i].ranges.is_some());
+                    if let (Some(&(i, _)), Some(error)) = (ranged, error.take()) {
+                        let refused = whole_only(keys[i]).with("segment", &group.name);
+                        return Err(refused.source(error));
+                    }
                 }
                 _ => {}
             }
@@ -199,6 +219,20 @@ impl Native {
         self.left.lock().insert(name.clone(), is_left);
         is_left
     }
+}
+
+/// Ranges of an object that only Mooncake's engine reaches.
+fn whole_only(key: &str) -> Error {
+    let why = "only Mooncake's engine reaches the owner of the object, and it reads whole objects";
+    Error::new(ErrorKind::Unsupported, "fetch", why)
+        .with("key", key)
+        .remedy("fetch the whole tensor, once")
+}
+
+/// The segments that hold an object, for a message.
+fn names(replicas: &[Replica]) -> String {
+    let names: Vec<&str> = replicas.iter().map(|replica| &*replica.segment).collect();
+    names.join(", ")
 }
 
 /// Regions that were one, as one again.

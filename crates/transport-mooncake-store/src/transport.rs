@@ -92,7 +92,8 @@ impl StoreTransport {
         capabilities.fetch = true;
         capabilities.cross_host = true;
         // What lies in this process Mooncake's engine reads, and that reads whole objects.
-        capabilities.ranges = reader.is_some() && !api.provider().store.object_memory;
+        capabilities.ranges =
+            reader.is_some() && !api.provider().store.object_memory && api.locate(&[])?.is_some();
         let mut engine = api.provider().to_string();
         if let Some(reader) = &reader {
             engine += &format!("; reads by {}", reader.name());

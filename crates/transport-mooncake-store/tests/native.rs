@@ -9,7 +9,7 @@ use std::{
 };
 
 use fake::{
-    Cluster, FakeStore, Fault,
+    Cluster, FakeStore,
     reader::{FakeReader, Turn},
 };
 use transport_core::{
@@ -258,34 +258,50 @@ async fn ranges_of_what_others_hold_are_read_alone() {
     assert_eq!(bed.transport.health().await.unwrap().quarantined_bytes, 0);
 }
 
+/// Mooncake's engine reads whole objects: cutting pieces from them would read an object of n pieces
+/// n times.
 #[tokio::test]
-async fn ranges_of_the_rest_are_cut_from_what_mooncake_reads() {
+async fn ranges_that_the_reader_cannot_read_are_refused_before_a_byte_moves() {
     let bed = bed();
-    let described = bed.publish(&["b1", "a1"]).await;
+    let described = bed.publish(&["b1", "a1", "nowhere"]).await;
     bed.reader.script([Turn::Fail(ErrorKind::Unsupported)]); // the owner of `b…`, for good
-    bed.fetch(&described[..1]).await.unwrap();
-    let before = bed.cluster.calls();
-    let asked = || {
-        vec![
-            ranged(&described[0], &[(0, 10)], Some(RegionMut::zeroed(10).unwrap())),
-            (FetchRequest::new(described[0].clone(), Destination::Pool), bytes_of("b1")),
-            ranged(&described[0], &[(990, 1000), (3, 4)], None),
-            ranged(&described[1], &[(1, 2)], None),
-        ]
+    let refused = async |asked: Vec<(FetchRequest, Vec<u8>)>| {
+        let requests = asked.into_iter().map(|(request, _)| request).collect();
+        bed.transport.fetch(requests, FetchOptions::default()).await.unwrap_err()
     };
-    let copied = bed.transport.stats().copied_bytes;
-    fetch_ranged(&bed, asked()).await;
-    let calls = bed.cluster.calls();
-    // Mooncake would fill only one destination of a key that is twice in one call.
-    assert_eq!((calls.get - before.get, calls.get_keys - before.get_keys), (3, 3));
-    assert_eq!(bed.transport.stats().copied_bytes - copied, 21, "what was cut out");
-    // Mooncake's engine may still write what it failed to fill: not the caller's memory.
-    bed.cluster.script(vec![Fault::Get("b1", -800); 2]);
-    fetch_ranged(&bed, asked()).await;
-    assert_eq!(bed.transport.health().await.unwrap().quarantined_bytes, 2 * LEN);
-    let error =
-        bed.transport.fetch(vec![asked().remove(0).0.names(vec![])], FetchOptions::default());
-    assert_eq!(error.await.unwrap_err().kind(), ErrorKind::InvalidInput);
+    for piece in 0..64 {
+        let asked = ranged(&described[0], &[(piece * 15, piece * 15 + 15)], None);
+        let error = refused(vec![asked]).await;
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_eq!(error.context("key"), Some("s/b1/g1/t"), "{error}");
+        assert!(error.to_string().contains("fetch the whole tensor"), "{error}");
+    }
+    // Nor of others in the same call, nor of what lies where nobody says.
+    let own = Some(RegionMut::zeroed(10).unwrap());
+    for other in [ranged(&described[0], &[(0, 10)], own), ranged(&described[2], &[(0, 1)], None)] {
+        let error = refused(vec![ranged(&described[1], &[(1, 2)], None), other]).await;
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    }
+    assert_eq!(bed.reader.calls(), 1, "the owner was asked once");
+    assert_eq!((bed.transport.stats().native_bytes, bed.cluster.calls().get), (0, 0));
+    // The whole is Mooncake's to read.
+    bed.fetch(&described).await.unwrap();
+    assert_eq!((bed.transport.stats().native_bytes, bed.cluster.calls().get_keys), (LEN, 2));
+    // What is not there is not there.
+    bed.cluster.lose_everything();
+    let error = refused(vec![ranged(&described[0], &[(0, 10)], None)]).await;
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    let nothing = vec![ranged(&described[0], &[(0, 10)], None).0.names(vec![])];
+    let error = bed.transport.fetch(nothing, FetchOptions::default()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+}
+
+#[tokio::test]
+async fn a_provider_that_does_not_say_where_objects_lie_reads_no_ranges() {
+    let reader = Arc::<FakeReader>::default();
+    let (client, config) = (Cluster::new().client(), StoreConfig::default());
+    let transport = StoreTransport::start_with(client, config, Some(reader)).unwrap();
+    assert!(!transport.info().capabilities.ranges);
 }
 
 #[tokio::test]

@@ -92,7 +92,7 @@ impl RolloutTransport {
     }
 
     /// Reads some fields: of a copy only their bytes, or only the data samples that hold them where
-    /// the transport reads no [ranges](transport_core::Capabilities::ranges).
+    /// the transport reads no [ranges](transport_core::Capabilities::ranges) of them.
     pub async fn get_fields(&self, handle: &Handle, fields: &[&str]) -> Result<Sample> {
         let mut opened = self.0.open(handle).await?;
         let ranges = fields.iter().map(|field| opened.header().field_range(field));
@@ -143,13 +143,35 @@ impl Inner {
         let root = self.read_root(handle).await?;
         let lease = self.leases.lease(entry, root.descriptors());
         let deadline = Instant::now() + self.config.deadline;
+        let pieces = self.checks_on_the_way(&root);
+        let (data, shared) = match self.data(handle, &root, pieces, deadline).await {
+            // Where it lies it is not read in pieces, and no byte of the refused ones has moved.
+            Err(error) if pieces && error.kind() == ErrorKind::Unsupported => {
+                self.data(handle, &root, false, deadline).await?
+            }
+            read => read?,
+        };
+        let whole = Arc::new(Whole { header: root.header, data, _shared: shared, _lease: lease });
+        entry.set_whole(&whole);
+        Ok(whole)
+    }
+
+    /// All the data, checked: in pieces, of which the checksums are made while the next ones come,
+    /// or in whole data samples.
+    async fn data(
+        &self,
+        handle: &Handle,
+        root: &Root,
+        pieces: bool,
+        deadline: Instant,
+    ) -> Result<(RegionSlice, Option<Shared>)> {
         let views = self.transport.info().capabilities.views;
         let bytes = root.header.data_bytes();
         let (data, shared, unchecked) = match &self.config.host_share {
             Some(share) if !views && bytes > 0 => {
                 let read = async |region: RegionMut| {
                     let region = self.config.registered(region)?;
-                    self.read_into(&root, region, deadline).await
+                    self.read_into(root, region, pieces, deadline).await
                 };
                 let (data, shared) = share.read(handle, bytes, deadline, read).await?;
                 if !shared.was_read_here() {
@@ -158,18 +180,16 @@ impl Inner {
                 (data, Some(shared), Some(false)) // whoever moved it has checked it
             }
             // Memory that is there already; other memory would cost more than is gained.
-            _ if self.config.take.is_some() && self.checks_on_the_way(&root) => {
+            _ if self.config.take.is_some() && pieces => {
                 let region = self.config.memory(bytes as usize)?;
-                (self.read_into(&root, region, deadline).await?, None, None)
+                (self.read_into(root, region, pieces, deadline).await?, None, None)
             }
-            _ => (self.run(&root, 0..root.parts.len(), deadline).await?, None, Some(!views)),
+            _ => (self.run(root, 0..root.parts.len(), deadline).await?, None, Some(!views)),
         };
         if let Some(moved) = unchecked {
-            self.check(&root, &data, moved).await?;
+            self.check(root, &data, moved).await?;
         }
-        let whole = Arc::new(Whole { header: root.header, data, _shared: shared, _lease: lease });
-        entry.set_whole(&whole);
-        Ok(whole)
+        Ok((data, shared))
     }
 
     /// The whole rollout, if another process of this host has it.
@@ -244,9 +264,10 @@ impl Inner {
         &self,
         root: &Root,
         region: RegionMut,
+        pieces: bool,
         deadline: Instant,
     ) -> Result<RegionSlice> {
-        if !self.checks_on_the_way(root) {
+        if !pieces {
             let data = self.fill(root, 0..root.parts.len(), region, deadline).await?;
             self.counters.fetched(root.header.data_bytes());
             self.check(root, &data, true).await?;
@@ -260,10 +281,11 @@ impl Inner {
             let first = ends.partition_point(|end| *end <= range.start);
             let inside = ends[first..].iter().take_while(|end| **end < range.end);
             for end in inside.copied().chain([range.end]) {
+                let is_all = (start..end) == *range;
                 let piece = start - range.start..end - range.start;
                 pieces.push(Piece {
                     descriptor: descriptor.clone(),
-                    ranges: Some(vec![piece]),
+                    ranges: (!is_all).then(|| vec![piece]),
                     bytes: end - start,
                     sums: Some((sums.clone(), start..end)),
                 });
@@ -305,18 +327,25 @@ impl Inner {
         let mut calls = JoinSet::new();
         let mut parts: Vec<Option<RegionSlice>> = vec![None; pieces.len()];
         let mut rest = region;
-        for (index, Piece { descriptor, ranges, bytes, sums }) in pieces.into_iter().enumerate() {
+        let mut reads = Vec::with_capacity(pieces.len());
+        for (index, piece) in pieces.into_iter().enumerate() {
             let (own, tail) =
-                rest.split_at(bytes as usize).expect("as long as the pieces together");
+                rest.split_at(piece.bytes as usize).expect("as long as the pieces together");
             rest = tail;
+            reads.push((index, own, piece));
+        }
+        // The first piece of each sample comes first: if one is refused, little has moved for nothing.
+        reads.sort_by_key(|(.., piece)| !piece.is_first());
+        for (index, own, Piece { descriptor, ranges, bytes, sums }) in reads {
+            let Ok(permit) = in_flight.clone().acquire_owned().await else {
+                break; // another has failed
+            };
             let (transport, in_flight) = (self.transport.clone(), in_flight.clone());
             calls.spawn(async move {
-                let permit = in_flight.acquire_owned().await.map_err(|_| {
-                    Error::new(ErrorKind::Closed, "get rollout", "another part failed")
-                })?;
                 let mut request = FetchRequest::new(descriptor, Destination::Into(vec![own]));
                 request.ranges = ranges;
-                let data = fetch(&transport, request, bytes, deadline).await?;
+                let data = fetch(&transport, request, bytes, deadline).await;
+                let data = data.inspect_err(|_| in_flight.close())?;
                 drop(permit); // the next one comes while the checksums of this one are made
                 let arrived = match sums {
                     Some(sums) => Some(sum(sums, data.clone()).await),
@@ -332,10 +361,7 @@ impl Inner {
                     parts[index] = Some(data);
                     sums.extend(arrived);
                 }
-                Err(error) => {
-                    in_flight.close(); // what waits for its turn ends; what runs is waited for
-                    failure = failure.or(Some(error));
-                }
+                Err(error) => failure = failure.or(Some(error)), // what runs is waited for
             }
         }
         match failure {
@@ -406,6 +432,14 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
     /// Of what checksums are made, and which bytes of the data it is.
     pub(super) sums: Option<(Arc<Arriving>, Range<u64>)>,
+}
+
+impl Piece {
+    /// Whether the sample begins with it.
+    fn is_first(&self) -> bool {
+        let first = self.ranges.as_ref().map(|ranges| ranges.first());
+        first.is_none_or(|range| range.is_none_or(|range| range.start == 0))
+    }
 }
 
 /// Makes the checksums of a piece that has come.

@@ -23,6 +23,8 @@ pub(super) struct Opened<'i> {
     runs: Vec<(u64, RegionSlice)>,
     /// Where the rest is; none if everything is at hand.
     rest: Option<(Root, Arc<Lease>)>,
+    /// Whether the transport reads ranges of it, as far as is known.
+    alone: bool,
     deadline: Instant,
     _locked: OwnedMutexGuard<()>,
 }
@@ -39,6 +41,7 @@ impl Inner {
             header: whole.header.clone(),
             runs: vec![(0, whole.data())],
             rest: None,
+            alone: false,
             deadline,
             _locked: locked,
         };
@@ -56,7 +59,8 @@ impl Inner {
         }
         let header = root.header.clone();
         let (runs, rest) = (Vec::new(), Some((root, lease)));
-        Ok(Opened { inner: self, header, runs, rest, deadline, _locked: locked })
+        let alone = self.transport.info().capabilities.ranges;
+        Ok(Opened { inner: self, header, runs, rest, alone, deadline, _locked: locked })
     }
 }
 
@@ -79,9 +83,17 @@ impl Opened<'_> {
             return Ok(());
         }
         let inner = self.inner;
-        let read = match inner.transport.info().capabilities.ranges {
-            true => inner.read_ranges(root, wanted, self.deadline).await?,
-            false => inner.read_parts(root, wanted, self.deadline).await?,
+        let alone = match self.alone {
+            true => inner.read_ranges(root, wanted.clone(), self.deadline).await.map(Some),
+            false => Ok(None),
+        };
+        let read = match alone {
+            Ok(Some(read)) => read,
+            Err(error) if error.kind() != ErrorKind::Unsupported => return Err(error),
+            _ => {
+                self.alone = false; // it would be refused again
+                inner.read_parts(root, wanted, self.deadline).await?
+            }
         };
         if inner.wants_check(&self.header, true) {
             inner.verify(RolloutView::of_parts((*self.header).clone(), read.clone())?).await?;

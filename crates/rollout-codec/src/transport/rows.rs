@@ -38,7 +38,8 @@ impl RolloutTransport {
     /// Of a copy only their bytes are read, first those with the offsets and then those of the rows:
     /// neighbours together, at most so many fragments, and one span where that is better
     /// ([`RolloutConfig::reads`](super::RolloutConfig::reads)). Where the transport reads no
-    /// [ranges](transport_core::Capabilities::ranges), the data samples that hold them are read.
+    /// [ranges](transport_core::Capabilities::ranges) of them, the data samples that hold them are
+    /// read, once.
     ///
     /// Checksums are of whole segments: what is read of one alone cannot be compared, unless
     /// [`Verify::Always`] is set, which reads the fields whole.

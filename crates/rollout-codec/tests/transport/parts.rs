@@ -1,14 +1,18 @@
 //! What is put comes back: whole, by field, by row, in one piece or many.
 
-use std::{num::NonZeroU64, sync::Arc, time::Duration};
+use std::{
+    num::NonZeroU64,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use proptest::{prelude::*, test_runner::TestRunner};
 use rollout_codec::{
     Column, Scalars,
     native::{self, Options, ReadLimits},
-    transport::{RolloutConfig, RolloutTransport, Verify},
+    transport::{HostShare, RolloutConfig, RolloutTransport, Take, Verify},
 };
-use transport_core::{Dtype, MemoryTransport};
+use transport_core::{Dtype, MemoryTransport, RegionMut, SampleKey};
 
 use crate::{
     any::{any_rollout, same_rollout},
@@ -183,6 +187,52 @@ async fn fields_and_rows_are_read_alone() {
         drop((set, part));
         over.cleanup([&handle]).await.unwrap();
         empty(&*memory).await;
+    }
+}
+
+/// Ranges may be refused where a sample lies: then it is read whole, once, and not for each piece.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_not_read_in_pieces_is_read_whole_and_once() {
+    let memory = memory(128 * MIB);
+    let folder = tempfile::tempdir().unwrap();
+    let share = HostShare::new(folder.path()).unwrap();
+    let heap: Take = Arc::new(RegionMut::zeroed);
+    // The one data sample; the second of two.
+    for (chunk, refused) in [
+        (None, (|_| true) as fn(&SampleKey) -> bool),
+        (NonZeroU64::new(21 * MIB), |key| key.sample_id.as_str().ends_with(":1")),
+    ] {
+        for shared in [false, true] {
+            let link = NoViews::refusing(memory.clone(), refused);
+            let mut config = RolloutConfig::default().take(heap.clone());
+            config.chunk_bytes = chunk;
+            config.host_share = shared.then(|| share.clone());
+            let over = rollouts(link.clone(), config);
+            let handle = over.put(text(40 * MIB)).await.unwrap();
+            let moved = || link.moved.swap(0, Ordering::SeqCst);
+            moved();
+            let sample = over.get(&handle).await.unwrap();
+            assert!(same_rollout(&text(40 * MIB), &sample.rollout().unwrap()));
+            // What others hold may have come for nothing, once.
+            let (all, root) = (handle.data_bytes(), 64 << 10);
+            let read = moved();
+            let most = if chunk.is_some() { all + 21 * MIB } else { all } + root;
+            assert!((all..=most).contains(&read), "{read} bytes for {all}");
+            drop(sample);
+            // The second read of a row's bytes finds them where the first had to read all.
+            let rows = over.get_rows(&handle, &["tokens"], &[3], None).await.unwrap();
+            assert!(!rows.fields["tokens"].rows[0].as_ref().unwrap().is_empty());
+            let read = moved();
+            assert!(read <= all + root, "{read} bytes for a row of {all}");
+            drop(rows);
+            let fields = over.get_fields(&handle, &["tokens", "rewards"]).await.unwrap();
+            fields.view().ragged("tokens").unwrap();
+            let read = moved();
+            assert!(read <= most, "{read} bytes for two fields of {all}");
+            drop(fields);
+            over.cleanup([&handle]).await.unwrap();
+            empty(&*memory).await;
+        }
     }
 }
 

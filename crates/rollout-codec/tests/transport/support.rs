@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Condvar, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -39,24 +39,37 @@ pub(crate) fn text(bytes: u64) -> Rollout<'static> {
 pub(crate) struct NoViews {
     inner: Arc<dyn Transport>,
     info: TransportInfo,
+    /// Samples of which ranges are refused, as a store does where only Mooncake reaches an owner.
+    refused: Option<fn(&SampleKey) -> bool>,
+    /// Bytes that were read.
+    pub(crate) moved: AtomicU64,
 }
 
 impl NoViews {
     /// Without views, but with ranges.
     pub(crate) fn new(inner: Arc<dyn Transport>) -> Arc<Self> {
-        Self::with(inner, true)
+        Self::with(inner, true, None)
+    }
+
+    /// Without views, and with ranges but of some samples.
+    pub(crate) fn refusing(inner: Arc<dyn Transport>, some: fn(&SampleKey) -> bool) -> Arc<Self> {
+        Self::with(inner, true, Some(some))
     }
 
     /// Whole samples only.
     pub(crate) fn whole(inner: Arc<dyn Transport>) -> Arc<Self> {
-        Self::with(inner, false)
+        Self::with(inner, false, None)
     }
 
-    fn with(inner: Arc<dyn Transport>, ranges: bool) -> Arc<Self> {
+    fn with(
+        inner: Arc<dyn Transport>,
+        ranges: bool,
+        refused: Option<fn(&SampleKey) -> bool>,
+    ) -> Arc<Self> {
         let mut can: Capabilities = inner.info().capabilities.clone();
         (can.views, can.ranges) = (false, ranges);
         let info = TransportInfo::new("no views", "test", can);
-        Arc::new(Self { inner, info })
+        Arc::new(Self { inner, info, refused, moved: AtomicU64::new(0) })
     }
 }
 
@@ -80,7 +93,10 @@ impl Transport for NoViews {
         options: FetchOptions,
     ) -> Result<Vec<Fetched>> {
         for request in &requests {
-            request.ranged(self.info.capabilities.ranges)?;
+            let able = self.refused.is_none_or(|refused| !refused(&request.descriptor.sample));
+            let ranged = request.ranged(self.info.capabilities.ranges && able)?;
+            let bytes = ranged.map_or(request.descriptor.nbytes(), |meta| meta.nbytes());
+            self.moved.fetch_add(bytes, Ordering::SeqCst);
         }
         self.inner.fetch(requests, options).await
     }
