@@ -38,6 +38,7 @@ const MIRI: &[(&str, &[&str])] = &[
 /// Tests of device memory on a real device: package and target.
 const ON_DEVICE: &[(&str, &str)] = &[
     ("capture-arena", "gpu"),
+    ("transport-mooncake-direct", "gpu_dlpack"),
     ("transport-mooncake-direct", "gpu_engine"),
     ("transport-mooncake-direct", "gpu_sink"),
     ("featurestore", "gpu"),

@@ -38,6 +38,7 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/transport-core/src/memory", "hands out views of memory"),
     ("crates/transport-core/src/memory.rs", "hands out views of memory"),
     ("crates/transport-mooncake-direct/benches", "copies between addresses"),
+    ("crates/transport-mooncake-direct/examples/dlpack_device.rs", "hands tensors to Python"),
     ("crates/transport-mooncake-direct/tests", "calls a transfer engine, and is called as one"),
     ("crates/transport-mooncake-direct/src", "the engines map and fill memory of others"),
     ("crates/transport-mooncake-direct/tests/device.rs", "queues work of a producer"),
