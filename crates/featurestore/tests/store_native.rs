@@ -10,9 +10,9 @@ mod lent;
 mod support;
 
 use std::{
-    io::{BufRead, BufReader},
+    io::{BufRead, BufReader, Lines, Write},
     net::SocketAddr,
-    process::{Child, Command, Stdio},
+    process::{Child, ChildStdout, Command, Stdio},
     sync::Arc,
     time::Duration,
 };
@@ -24,9 +24,9 @@ use mooncake_sys::{
     python::{WheelOptions, WheelStore},
 };
 use transport_core::{
-    ByteSize, Destination, Dtype, FeatureName, FetchOptions, FetchRequest, Generation, Publication,
-    PublishOptions, Ready, RegionSlice, Result, SampleId, SampleKey, StoreId, Tensor, TensorMeta,
-    Transport,
+    ByteSize, Descriptor, Destination, Dtype, FeatureDescriptor, FeatureName, FetchOptions,
+    FetchRequest, Generation, Location, Publication, PublishOptions, Ready, RegionSlice, Result,
+    SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
     conformance::{Case, Harness, Need, Outcome, Pair, Setup, cases},
 };
 use transport_mooncake_direct::{TcpEngine, TcpOptions};
@@ -35,30 +35,53 @@ use transport_mooncake_store::{StoreConfig, StoreTransport};
 const SEGMENT: u64 = 512 << 20;
 
 /// A Python process that adds object memory; ended when dropped.
-struct Owner(Child);
+struct Owner {
+    child: Child,
+    answers: Lines<BufReader<ChildStdout>>,
+}
 
 impl Owner {
-    fn start(master: SocketAddr) -> Self {
+    fn start(master: SocketAddr, host: &str) -> Self {
         let script =
             concat!(env!("CARGO_MANIFEST_DIR"), "/../transport-mooncake-store/tests/peer.py");
         let mut child = Command::new(support::environment().join("bin/python"))
-            .args([script, &master.to_string(), &SEGMENT.to_string()])
+            .args([script, &master.to_string(), &SEGMENT.to_string(), host])
+            .envs((host == "::1").then_some(("MC_USE_IPV6", "1")))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let answers = BufReader::new(child.stdout.take().unwrap());
-        let ready = |line: std::io::Result<String>| line.unwrap().starts_with("@@");
-        assert!(answers.lines().any(ready), "the owner of the memory ended");
-        Self(child)
+        let answers = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut owner = Self { child, answers };
+        assert_eq!(owner.answer(), r#"{"setup": 0}"#);
+        owner
+    }
+
+    fn answer(&mut self) -> String {
+        let mut lines = self.answers.by_ref().map(Result::unwrap);
+        let answer = lines.find_map(|line| Some(line.strip_prefix("@@")?.to_owned()));
+        answer.expect("the owner of the memory ended")
+    }
+
+    /// Puts an object whose byte number i is 7 i.
+    fn put(&mut self, key: &str, length: u64) {
+        let ask = format!(r#"{{"cmd": "put", "key": "{key}", "length": {length}, "seed": 0}}"#);
+        writeln!(self.child.stdin.as_mut().unwrap(), "{ask}").unwrap();
+        assert_eq!(self.answer(), "0");
+    }
+
+    /// Takes the memory out of the store.
+    fn leave(mut self) {
+        drop(self.child.stdin.take());
+        self.child.wait().unwrap();
     }
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // fails only if it ended already
-        let _ = self.0.wait();
+        let _ = self.child.kill(); // fails only if it ended already
+        let _ = self.child.wait();
     }
 }
 
@@ -96,7 +119,7 @@ fn client(master: SocketAddr) -> Arc<dyn StoreApi> {
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 async fn the_conformance_suite_holds() {
     let master = support::master();
-    let owner = Owner::start(master.address());
+    let owner = Owner::start(master.address(), "127.0.0.1");
     let harness =
         Native { publisher: client(master.address()), consumer: client(master.address()) };
     // Cases that cannot apply are left out beforehand; the crate's tests/conformance.rs lists them.
@@ -135,9 +158,24 @@ fn publication(id: usize) -> Publication {
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 async fn sixty_four_gets_at_once_are_whole_and_ranges_move_nothing_else() {
     let master = support::master();
-    let owner = Owner::start(master.address());
     let api = client(master.address());
     let store = transport(&api, true).unwrap();
+    // Another client of Mooncake's, told of no IPv6, finds nothing there.
+    let mut six = Owner::start(master.address(), "::1");
+    six.put("native/64/g1/t", LEN);
+    let sample = publication(64);
+    let features = sample.tensors.iter().map(|(name, tensor)| {
+        (name.clone(), FeatureDescriptor::new(tensor.meta.clone(), None, None))
+    });
+    let at_six = Descriptor::new(sample.sample, features.collect(), None, Location::Store);
+    let request = FetchRequest::new(Arc::new(at_six.unwrap()), Destination::Pool);
+    let fetched = store.fetch(vec![request], FetchOptions::default()).await.unwrap();
+    let found = fetched[0].tensors[0].data.as_bytes().unwrap();
+    assert!(found.iter().enumerate().all(|(i, &byte)| byte == (7 * i) as u8));
+    assert_eq!(store.stats().native_bytes, LEN);
+    drop((fetched, six.leave()));
+
+    let owner = Owner::start(master.address(), "localhost");
     let batch = (0..64).map(publication).collect();
     let described = store.publish(batch, PublishOptions::default()).await.unwrap();
     let described: Vec<_> = described.into_iter().map(Arc::new).collect();
@@ -154,14 +192,14 @@ async fn sixty_four_gets_at_once_are_whole_and_ranges_move_nothing_else() {
     while let Some(get) = gets.join_next().await {
         get.unwrap();
     }
-    assert_eq!(store.stats().native_bytes, 64 * LEN);
+    assert_eq!(store.stats().native_bytes, 65 * LEN);
     let request = FetchRequest::new(described[7].clone(), Destination::Pool);
     let request = request.ranges(vec![1_000_000..1_000_003, 5..5, LEN - 1..LEN, 0..2]);
     let fetched = store.fetch(vec![request], options()).await.unwrap();
     let all = bytes_of(7);
     let expected = [&all[1_000_000..1_000_003], &all[LEN as usize - 1..], &all[..2]].concat();
     assert_eq!(fetched[0].tensors[0].data.as_bytes().unwrap(), expected);
-    assert_eq!(store.stats().native_bytes, 64 * LEN + 6, "nothing else has moved");
+    assert_eq!(store.stats().native_bytes, 65 * LEN + 6, "nothing else has moved");
     drop(fetched);
     store.close().await.unwrap();
     drop((store, api, owner));

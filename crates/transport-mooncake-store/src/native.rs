@@ -16,7 +16,7 @@ use mooncake_sys::{Replica, SegmentRead, SegmentReader, StoreApi};
 use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, RegionMut, RemoteAddr, Result, SessionName};
 
-use crate::{transport::Shared, workers::Flight};
+use crate::{segments::handshake, transport::Shared, workers::Flight};
 
 /// Segments that are read at the same time by one call.
 const AT_A_TIME: usize = 4;
@@ -200,7 +200,7 @@ impl Native {
             }
         }
         let replica = replicas.iter().find(|replica| !self.is_left(&replica.segment))?;
-        let segment = replica.segment.parse().ok()?; // it was, a moment ago
+        let segment = handshake(&replica.segment)?; // it was, a moment ago
         let name = replica.segment.clone();
         groups.push(Group { segment, name, objects: Vec::new(), reads: Vec::new() });
         Some((replica, groups.len() - 1))
@@ -212,10 +212,9 @@ impl Native {
         if let Some(is_left) = self.left.lock().get(name) {
             return *is_left;
         }
-        let segment = name.parse::<SessionName>();
         let is_own =
             |name: SessionName| self.host.as_deref() == Some(name.host()) && listens(name.port());
-        let is_left = segment.map_or(true, is_own);
+        let is_left = handshake(name).is_none_or(is_own);
         self.left.lock().insert(name.clone(), is_left);
         is_left
     }

@@ -7,7 +7,7 @@
 use std::{
     collections::{BTreeSet, HashMap},
     io::{Read, Write},
-    net::{TcpStream, ToSocketAddrs},
+    net::{Ipv6Addr, TcpStream, ToSocketAddrs},
     sync::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -77,8 +77,10 @@ impl Segments {
         for some in segments.chunks(AT_A_TIME) {
             std::thread::scope(|scope| {
                 for segment in some {
+                    // With a metadata server names are free: nobody can be asked, or blamed.
+                    let Some(name) = handshake(segment) else { continue };
                     scope.spawn(move || {
-                        let answer = sign_of_life(segment);
+                        let answer = sign_of_life(&name);
                         let mut silent = self.silent.lock();
                         if let Err(error) = answer {
                             tracing::warn!(segment, %error, "the owner of memory does not answer");
@@ -148,11 +150,19 @@ impl Drop for Suspicion {
     }
 }
 
+/// The handshake that a segment's name names, if it does. Mooncake writes IPv6 addresses without brackets.
+pub(crate) fn handshake(segment: &str) -> Option<SessionName> {
+    segment.parse().ok().or_else(|| {
+        let (host, port) = segment.rsplit_once(':')?;
+        host.parse::<Ipv6Addr>().ok()?;
+        SessionName::new(host, port.parse().ok()?).ok()
+    })
+}
+
 /// Asks the owner of a segment for anything at all, on the port of its peer handshake.
-fn sign_of_life(segment: &str) -> Result<()> {
+fn sign_of_life(name: &SessionName) -> Result<()> {
     const ASK: &str = "ask segment owner";
     let io = |error| Error::io(ASK, error);
-    let name: SessionName = segment.parse()?;
     let address = (name.host(), name.port()).to_socket_addrs().map_err(io)?.next();
     let address = address.ok_or_else(|| Error::new(ErrorKind::NotFound, ASK, "no address"))?;
     let mut stream = TcpStream::connect_timeout(&address, PROBE).map_err(io)?;

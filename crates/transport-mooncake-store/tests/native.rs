@@ -120,6 +120,28 @@ async fn a_client_without_memory_leaves_nothing_to_mooncake() {
     assert_eq!((bed.transport.stats().native_bytes, bed.cluster.calls().get), (2 * LEN, 0));
 }
 
+/// Mooncake's names of segments: IPv6 addresses have no brackets, and the port is the last part.
+#[tokio::test]
+async fn segments_at_ipv6_addresses_and_named_hosts_are_read_from_their_owners() {
+    let bed = bed();
+    let names =
+        [("/x", "::1:17"), ("/y", "2001:db8::2:65535"), ("/z", "[::1]:17"), ("/w", "trainer-3:17")];
+    names.map(|(text, name)| bed.cluster.set_segment(text, name.into()));
+    let described = bed.publish(&["x", "y", "z", "w"]).await;
+    bed.fetch(&described).await.unwrap();
+    let mut asked = bed.reader.segments.lock().clone();
+    asked.sort();
+    assert_eq!(asked, ["[2001:db8::2]:65535", "[::1]:17", "[::1]:17", "trainer-3:17"]);
+    // What is no name of a handshake is Mooncake's to know, such as the key of a metadata server.
+    for name in ["a:b:17", "::1:65536", "::1:", "host", "", "::g:17"] {
+        let bed = self::bed();
+        bed.cluster.set_segment("/odd", name.into());
+        let described = bed.publish(&["odd"]).await;
+        bed.fetch(&described).await.unwrap();
+        assert_eq!((bed.reader.calls(), bed.cluster.calls().get), (0, 1), "{name:?}");
+    }
+}
+
 #[tokio::test]
 async fn a_failed_read_is_tried_again_into_the_same_memory() {
     let bed = bed();

@@ -1,6 +1,6 @@
 """A store client in Python, as today's servers and trainers are: one JSON command a line.
 
-    python peer.py MASTER SEGMENT_BYTES
+    python peer.py MASTER SEGMENT_BYTES [HOST]
 
 put and get use raw, registered buffers; value number i of a key is (7 * i + seed) % 256.
 """
@@ -11,7 +11,8 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 store = MooncakeDistributedStore()
-rc = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+host = sys.argv[3] if len(sys.argv) > 3 else "127.0.0.1"
+rc = store.setup(host, "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
 config = ReplicateConfig()
 config.replica_num = 1
 config.with_hard_pin = True
