@@ -314,6 +314,7 @@ fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> 
     for attempt in 1.. {
         let mut again: Vec<Again> = Vec::new();
         let mut rest = &open[..];
+        let (mut largest, mut slowest) = (0, Duration::ZERO);
         while !rest.is_empty() {
             let mut bytes = 0u64;
             let fits = |&&i: &&usize| {
@@ -322,14 +323,23 @@ fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> 
             };
             let count = rest.iter().take(config.part_keys).take_while(fits).count().max(1);
             let (part, later) = rest.split_at(count);
+            largest = part.iter().map(|&i| reads[i].wanted() as u64).sum::<u64>().max(largest);
+            let start = Instant::now();
             read_part(shared, flight, reads, part, &mut again)?;
+            slowest = start.elapsed().max(slowest);
             rest = later;
         }
         let failed_keys = again.len();
         let Some(first) = again.first_mut() else { return Ok(()) };
         let (key, code) = (reads[first.index].key.clone(), first.code);
         let failed = |error: Error| {
-            error.with("key", key).with("failed_keys", failed_keys).with("attempts", attempt)
+            let error = error.with("key", key).with("failed_keys", failed_keys);
+            let error =
+                error.with("attempts", attempt).with("slowest_call_ms", slowest.as_millis());
+            match config.read_lease {
+                Some(lease) => error.with("read_lease_ms", lease.as_millis()),
+                None => error,
+            }
         };
         if attempt >= config.read_attempts {
             return Err(failed(first.error.take().unwrap_or_else(|| explain(code))));
@@ -340,7 +350,8 @@ fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> 
         }
         pause = (pause * 2).min(Duration::from_secs(1));
         if again.iter().any(|one| one.code == StoreCode::LEASE_EXPIRED) {
-            part_bytes = (part_bytes / 2).max(1); // each call takes new leases
+            // Each call takes new leases. Half of what was too much, which may be far below the most.
+            part_bytes = (part_bytes.min(largest) / 2).max(1);
         }
         shared.ledger.read_retries.fetch_add(again.len() as u64, Ordering::Relaxed);
         open = again.into_iter().map(|one| one.index).collect();

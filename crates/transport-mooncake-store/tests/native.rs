@@ -126,7 +126,7 @@ async fn segments_at_ipv6_addresses_and_named_hosts_are_read_from_their_owners()
     let bed = bed();
     let names =
         [("/x", "::1:17"), ("/y", "2001:db8::2:65535"), ("/z", "[::1]:17"), ("/w", "trainer-3:17")];
-    names.map(|(text, name)| bed.cluster.set_segment(text, name.into()));
+    names.into_iter().for_each(|(text, name)| bed.cluster.set_segment(text, name.into()));
     let described = bed.publish(&["x", "y", "z", "w"]).await;
     bed.fetch(&described).await.unwrap();
     let mut asked = bed.reader.segments.lock().clone();

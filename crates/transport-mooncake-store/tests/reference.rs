@@ -1,4 +1,5 @@
-//! What trainers rely on today, by its numbers; the table is in `tests/tests/annex_d.rs`.
+//! What trainers rely on today, and what went wrong for others, by its numbers; the tables are in
+//! `tests/tests/annex_d.rs`.
 
 mod fake;
 
@@ -11,9 +12,10 @@ use mooncake_sys::{
 };
 use parking_lot::Mutex;
 use transport_core::{
-    ByteSize, Descriptor, Destination, Dtype, ErrorKind, FeatureName, FetchOptions, FetchRequest,
-    Fetched, Generation, Publication, PublishOptions, Ready, RegionSlice, Release, Result,
-    SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
+    ByteSize, Descriptor, Destination, Dtype, ErrorKind, FeatureDescriptor, FeatureName,
+    FetchOptions, FetchRequest, Fetched, Generation, Location, Publication, PublishOptions, Ready,
+    RegionMut, RegionSlice, Release, Result, SampleId, SampleKey, StoreId, Tensor, TensorMeta,
+    Transport,
 };
 use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
 
@@ -225,4 +227,134 @@ async fn d13_a_short_read_and_another_generation_are_never_data() {
     let error = bed.fetch(&sample).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
     bed.fetch(&newer).await.unwrap();
+}
+
+/// A batch whose transfer outlasts the leases is cut until the parts do not, and only what failed is
+/// read again; where that is not enough the error says how long it took, and how long it may.
+#[tokio::test]
+async fn f19_a_batch_that_outlasts_its_leases_is_read_in_parts_that_do_not() {
+    let cluster = Cluster::new();
+    let mut config = StoreConfig::default().pool(ByteSize::mib(1), ByteSize::mib(1));
+    config.backoff = Duration::from_millis(1);
+    config.read_lease = Some(Duration::from_millis(100));
+    let transport = StoreTransport::start(cluster.client(), config).unwrap();
+    let publication = |id: usize| {
+        let meta = TensorMeta::new(Dtype::Uint8, [64]).unwrap();
+        let tensor = Tensor::new(meta, RegionSlice::copy_of(&[id as u8; 64])).unwrap();
+        let tensors = [(FeatureName::new("t").unwrap(), tensor)].into();
+        Publication::new(key(&id.to_string(), 1), tensors, Ready::Now)
+    };
+    let batch = (0..16).map(publication).collect();
+    let described = transport.publish(batch, PublishOptions::default()).await.unwrap();
+    let described: Vec<_> = described.into_iter().map(Arc::new).collect();
+    let fetch = async || {
+        let request = |d: &Arc<Descriptor>| FetchRequest::new(d.clone(), Destination::Pool);
+        let requests = described.iter().map(request).collect();
+        transport.fetch(requests, FetchOptions::default()).await
+    };
+    // 16 or 8 at a time take too long, 4 do not.
+    cluster.set_delay_of_each(Duration::from_millis(14));
+    let before = cluster.calls();
+    for (id, fetched) in fetch().await.unwrap().iter().enumerate() {
+        assert_eq!(fetched.tensors[0].data.as_bytes().unwrap(), [id as u8; 64]);
+    }
+    let after = cluster.calls();
+    assert!(after.get - before.get > 2 + 4, "{after:?}");
+    assert!(after.get_keys - before.get_keys >= 3 * 16, "{after:?}");
+    // One is too much.
+    cluster.set_delay_of_each(Duration::from_millis(101));
+    let described = &described[..1];
+    let request = FetchRequest::new(described[0].clone(), Destination::Pool);
+    let error = transport.fetch(vec![request], FetchOptions::default()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
+    let took: u64 = error.context("slowest_call_ms").unwrap().parse().unwrap();
+    assert!(took >= 101, "{error}");
+    assert_eq!(error.context("read_lease_ms"), Some("100"), "{error}");
+    assert_eq!(error.context("failed_keys"), Some("1"), "{error}");
+}
+
+/// Memory goes back to the allocator only when the engine has forgotten it, whoever takes it next;
+/// and what is known to one client is registered anew with the next.
+#[tokio::test]
+async fn f22_memory_is_registered_again_and_never_twice_at_a_time() {
+    let cluster = Cluster::new();
+    let config = StoreConfig::default().pool(ByteSize::mib(1), ByteSize::mib(1));
+    let start = || {
+        let client = cluster.client();
+        (client.clone(), StoreTransport::start(client, config.clone()).unwrap())
+    };
+    let (client, transport) = start();
+    let ranges = client.registered_ranges();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            // The allocator hands the same addresses out again, to whichever thread asks.
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    let region = transport.register(RegionMut::zeroed(4096).unwrap()).unwrap();
+                    assert!(client.registered_ranges() > ranges);
+                    drop(region);
+                }
+            });
+        }
+    });
+    assert_eq!(client.registered_ranges(), ranges);
+    // Again, and a part of it, are not registered at all.
+    let region = transport.register(RegionMut::zeroed(4096).unwrap()).unwrap();
+    let region = transport.register(region).unwrap();
+    let (head, tail) = region.split_at(100).unwrap();
+    let (head, tail) = (transport.register(head).unwrap(), transport.register(tail).unwrap());
+    assert_eq!(client.registered_ranges(), ranges + 1);
+    // Memory that is registered in part is not one region, so that no overlap can be asked for.
+    let (other, rest) = RegionMut::zeroed(4096).unwrap().split_at(2048).unwrap();
+    let other = transport.register(other).unwrap();
+    assert!(other.join(rest).is_err());
+    // The connection goes, and comes back.
+    transport.close().await.unwrap();
+    let (client, transport) = start();
+    let head = transport.register(head).unwrap();
+    drop(tail);
+    assert!(client.registered_ranges() > 1 && !head.is_empty());
+}
+
+/// The same samples of the same length with other elements, and another job's: keys hold the store
+/// and the generation, descriptors the elements and shape, and nothing is overwritten in silence.
+#[tokio::test]
+async fn f28_another_deployments_bytes_are_never_taken() {
+    let bed = bed();
+    let publish = async |store: &str, generation, dtype: Dtype, shape: &[u64], byte| {
+        let sample = SampleKey { store_id: StoreId::new(store).unwrap(), ..key("a", generation) };
+        let meta = TensorMeta::new(dtype, shape).unwrap();
+        let data = RegionSlice::copy_of(&vec![byte; meta.nbytes() as usize]);
+        let tensors = [(FeatureName::new("taps").unwrap(), Tensor::new(meta, data).unwrap())];
+        let batch = vec![Publication::new(sample, tensors.into(), Ready::Now)];
+        let mut described = bed.transport.publish(batch, PublishOptions::default()).await?;
+        Ok::<_, transport_core::Error>(Arc::new(described.remove(0)))
+    };
+    let bf16 = publish("test", 1, Dtype::Bfloat16, &[4, 8], 1).await.unwrap();
+    // The server comes back with other taps under the same name: refused, and what was there stays.
+    let error = publish("test", 1, Dtype::Float8E4m3fn, &[8, 8], 2).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{error}");
+    let fp8 = publish("test", 2, Dtype::Float8E4m3fn, &[8, 8], 2).await.unwrap();
+    let other = publish("other", 1, Dtype::Float8E4m3fn, &[8, 8], 3).await.unwrap();
+    assert_eq!(
+        bed.cluster.keys(),
+        ["other/a/g1/taps", "test/a/g1/taps", "test/a/g2/taps"],
+        "an object each"
+    );
+    for (descriptor, dtype, byte) in [
+        (&bf16, Dtype::Bfloat16, 1),
+        (&fp8, Dtype::Float8E4m3fn, 2),
+        (&other, Dtype::Float8E4m3fn, 3),
+    ] {
+        let fetched = bed.fetch(descriptor).await.unwrap();
+        let taps = &fetched[0].tensors[0];
+        assert_eq!((taps.meta.dtype(), taps.data.as_bytes().unwrap()), (dtype, &[byte; 64][..]));
+    }
+    // A reader that was told of another number of bytes gets an error and no bytes.
+    let wide = TensorMeta::new(Dtype::Float32, [8, 8]).unwrap();
+    let features = [(FeatureName::new("taps").unwrap(), FeatureDescriptor::new(wide, None, None))];
+    let told = Descriptor::new(key("a", 1), features.into(), None, Location::Store).unwrap();
+    let error = bed.fetch(&Arc::new(told)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ShortRead, "{error}");
+    assert_eq!((error.context("expected"), error.context("found")), (Some("256"), Some("64")));
 }

@@ -39,6 +39,7 @@ struct State {
     lease: Duration,
     faults: VecDeque<Fault>,
     transfer_delay: Duration,
+    delay_of_each: Duration,
     calls: Calls,
     late_writes: Vec<(usize, usize)>,
     hung: bool,
@@ -97,6 +98,7 @@ impl Default for State {
             lease: Duration::from_secs(10),
             faults: VecDeque::new(),
             transfer_delay: Duration::ZERO,
+            delay_of_each: Duration::ZERO,
             calls: Calls::default(),
             late_writes: Vec::new(),
             hung: false,
@@ -144,6 +146,11 @@ impl Cluster {
 
     pub fn set_transfer_delay(&self, delay: Duration) {
         self.state.lock().transfer_delay = delay;
+    }
+
+    /// Each object of a read takes this long.
+    pub fn set_delay_of_each(&self, delay: Duration) {
+        self.state.lock().delay_of_each = delay;
     }
 
     /// Scripts faults, each for one use.
@@ -389,6 +396,7 @@ impl StoreApi for FakeStore {
             _ => None,
         });
         let delay = slow.unwrap_or(state.transfer_delay);
+        let delay = delay + state.delay_of_each * items.len() as u32;
         if !delay.is_zero() {
             drop(state);
             std::thread::sleep(delay);
