@@ -42,6 +42,11 @@ def say(answer):
     print("@@" + json.dumps(answer), flush=True)
 
 
+def value(key, length, seed):
+    """What the call gives that makes no difference between nothing and no such key."""
+    return {"bytes": len(store.get(key)), "exists": store.is_exist(key)}
+
+
 def name(key, length, seed):
     return store.get_hostname()
 
@@ -50,5 +55,5 @@ say({"setup": rc})
 for line in sys.stdin:
     request = json.loads(line)
     command = request.pop("cmd")
-    say({"put": put, "get": get, "name": name}[command](**request))
+    say({"put": put, "get": get, "name": name, "value": value}[command](**request))
 store.close()

@@ -5,9 +5,11 @@
 //! --test real -- --include-ignored`.
 #![cfg(feature = "mooncake-python")]
 
-#[path = "../../mooncake-sys/tests/support/mod.rs"]
+#[path = "../../../mooncake-sys/tests/support/mod.rs"]
 mod support;
 
+mod inputs;
+#[path = "../lent/mod.rs"]
 mod lent;
 
 use std::{
@@ -122,10 +124,14 @@ impl Peer {
     }
 
     fn ask(&mut self, command: &str, key: &str, length: u64, seed: u64) -> String {
+        self.send(command, key, length, seed);
+        self.answer()
+    }
+
+    fn send(&mut self, command: &str, key: &str, length: u64, seed: u64) {
         let stdin = self.child.stdin.as_mut().unwrap();
         writeln!(stdin, r#"{{"cmd":"{command}","key":"{key}","length":{length},"seed":{seed}}}"#)
             .unwrap();
-        self.answer()
     }
 
     fn signal(&self, signal: rustix::process::Signal) {
