@@ -5,6 +5,8 @@
 //! against the library compiled here.
 #![cfg(feature = "mooncake")]
 
+#[path = "support/cuda.rs"]
+mod cuda;
 mod support;
 
 use std::{net::TcpListener, path::Path, time::Duration};
@@ -213,6 +215,52 @@ fn a_search_lists_every_place() {
     for place in ["path option", "MOONCAKE_TE_LIBRARY", "loader's path"] {
         assert!(tried.contains(place), "{tried}");
     }
+}
+
+/// On a machine without its CUDA, and where one file is taken for another: the loader's own word.
+#[test]
+#[ignore = "needs a Mooncake venv and FEATURESTORE_STORE_LIBRARY_DIR, a directory with \
+            libmooncake_store.so below mooncake/ and libcudart.so.13: cargo xtask mooncake-venv"]
+fn f60_a_real_library_that_does_not_load_says_what_is_missing() {
+    let root = std::env::var_os("FEATURESTORE_STORE_LIBRARY_DIR").expect("names the directory");
+    let library = Path::new(&root).join("mooncake/libmooncake_store.so");
+    // In a process of its own: here another test may have opened what is missing.
+    if std::env::var_os("FEATURESTORE_TEST_LOAD").is_some() {
+        if cuda::has_cuda_13() {
+            StoreLibrary::load(&LibraryOptions::at(&library)).unwrap();
+            return; // nothing is missing here
+        }
+        let error = StoreLibrary::load(&LibraryOptions::at(&library)).unwrap_err();
+        let tried = error.context("tried").unwrap();
+        // Which one comes first is the loader's affair.
+        let named = ["libcudart.so.13", "libcuda.so.1"].iter().any(|name| tried.contains(name));
+        assert!(tried.contains("libmooncake_store.so") && named, "{error}");
+        assert!(tried.contains("cannot open shared object file"), "{error}");
+        return;
+    }
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--ignored",
+            "--exact",
+            "f60_a_real_library_that_does_not_load_says_what_is_missing",
+        ])
+        .env("FEATURESTORE_TEST_LOAD", "1")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    // The wheel's extension is no library of the store: it wants an interpreter.
+    let packages = support::environment().join("lib");
+    let extension = std::fs::read_dir(packages)
+        .unwrap()
+        .map(|python| python.unwrap().path().join("site-packages/mooncake/store.so"))
+        .find(|path| path.exists())
+        .expect("the pinned wheel has one");
+    let error = StoreLibrary::load(&LibraryOptions::at(&extension)).unwrap_err();
+    let said = error.to_string();
+    assert!(
+        said.contains("undefined symbol: Py") || said.contains("mooncake_store_create"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -291,6 +291,57 @@ fn a_process_runs_one_interpreter_for_one_wheel() {
     assert!(Interpreter::start(&WheelOptions::at(support::environment()).threads(0)).is_err());
 }
 
+/// Packages called `mooncake` that are another version, or something else, in processes of their own.
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn a_wheel_of_another_kind_or_version_is_refused_by_what_it_lacks() {
+    const OLD: &str = "\
+class ReplicateConfig: pass
+class MooncakeDistributedStore:
+    def setup(self, *rest): return 0
+    def put(self, key, value): return 0
+    def close(self): return 0
+";
+    let master = std::net::TcpListener::bind("127.0.0.1:0").unwrap(); // nobody asks it anything
+    let setup = StoreSetup::client("127.0.0.1", master.local_addr().unwrap().to_string());
+    if let Some(fake) = std::env::var_os("FEATURESTORE_TEST_WHEEL") {
+        let lacks = std::env::var("FEATURESTORE_TEST_LACKS").unwrap();
+        let said = match WheelStore::connect(&WheelOptions::at(fake), &setup) {
+            Err(error) => error,
+            Ok(store) => {
+                let item = PutItem { key: "a", start: OLD.as_ptr(), len: 4 };
+                // SAFETY: the bytes are static.
+                unsafe { store.put(&[item], ReplicaPolicy::default()) }.unwrap_err()
+            }
+        };
+        assert!(said.to_string().contains(&lacks), "{said}");
+        return;
+    }
+    for (module, source, lacks) in [
+        ("engine.py", "", "mooncake.store"),
+        ("store.py", "answer = 42\n", "MooncakeDistributedStore"),
+        ("store.py", "import nothing_of_that_name\n", "nothing_of_that_name"),
+        ("store.py", OLD, "batch_put_from"),
+    ] {
+        let (dir, real) = (tempfile::tempdir().unwrap(), support::environment());
+        let lib = std::fs::read_dir(real.join("lib")).unwrap().next().unwrap().unwrap();
+        let package = dir.path().join("lib").join(lib.file_name()).join("site-packages/mooncake");
+        std::fs::create_dir_all(&package).unwrap();
+        std::fs::write(package.join("__init__.py"), "").unwrap();
+        std::fs::write(package.join(module), source).unwrap();
+        std::fs::copy(real.join("pyvenv.cfg"), dir.path().join("pyvenv.cfg")).unwrap();
+        let test = "a_wheel_of_another_kind_or_version_is_refused_by_what_it_lacks";
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", test])
+            .env("FEATURESTORE_TEST_WHEEL", dir.path())
+            .env("FEATURESTORE_TEST_LACKS", lacks)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{lacks}: {said}");
+    }
+}
+
 #[test]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 fn an_absent_master_is_an_error_with_a_remedy() {

@@ -2,6 +2,8 @@
 //! a package; in a binary of its own, because a process runs one interpreter for one wheel.
 #![cfg(feature = "mooncake-python")]
 
+#[path = "support/cuda.rs"]
+mod cuda;
 mod support;
 
 use std::path::PathBuf;
@@ -10,6 +12,40 @@ use mooncake_sys::{
     EngineApi, EngineSetup, GetItem, PutItem, ReplicaPolicy, StoreApi, StoreCode, StoreSetup,
     python::{WheelEngine, WheelOptions, WheelStore},
 };
+
+/// A CUDA build on a machine without its CUDA: what Python's loader said, and of which file.
+#[test]
+#[ignore = "needs a Mooncake venv and FEATURESTORE_MOONCAKE_NEXT_VENV, a venv with \
+            mooncake-transfer-engine-cuda13 0.3.14 and nvidia-cuda-runtime: \
+            cargo xtask mooncake-venv"]
+fn f60_a_wheel_of_another_cuda_says_what_is_missing() {
+    // In a process of its own: a process imports a wheel once, with what is opened before.
+    if std::env::var_os("FEATURESTORE_TEST_LOAD").is_none() {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "f60_a_wheel_of_another_cuda_says_what_is_missing"])
+            .env("FEATURESTORE_TEST_LOAD", "1")
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    let venv = std::env::var_os("FEATURESTORE_MOONCAKE_NEXT_VENV").expect("names the venv");
+    if cuda::has_cuda_13() {
+        let setup = EngineSetup::new("127.0.0.1", "tcp");
+        WheelEngine::start(&WheelOptions::at(venv), &setup).unwrap();
+        return; // nothing is missing here
+    }
+    let master = std::net::TcpListener::bind("127.0.0.1:0").unwrap(); // nobody asks it anything
+    let setup = StoreSetup::client("127.0.0.1", master.local_addr().unwrap().to_string());
+    let store = WheelStore::connect(&WheelOptions::at(&venv), &setup).unwrap_err().to_string();
+    let setup = EngineSetup::new("127.0.0.1", "tcp");
+    let engine = WheelEngine::start(&WheelOptions::at(venv), &setup).unwrap_err().to_string();
+    for said in [store, engine] {
+        // Which one comes first is the loader's affair.
+        let named = ["libcudart.so.13", "libcuda.so.1"].iter().any(|name| said.contains(name));
+        assert!(named && said.contains("cannot open shared object file"), "{said}");
+    }
+}
 
 #[test]
 #[ignore = "needs a Mooncake venv and FEATURESTORE_MOONCAKE_NEXT_VENV, a venv with \
