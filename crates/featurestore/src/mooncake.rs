@@ -166,11 +166,24 @@ fn check_forced(config: &MooncakeConfig, is_set: impl Fn(&str) -> bool) -> Resul
     .remedy("unset the variable, or choose its protocol"))
 }
 
-/// Joins the store: the client, and what serves it and why. Blocks.
+/// Joins the store: the client, and what serves it and why. All that is missing is said at once.
+/// Blocks.
 pub(crate) fn join(config: &MooncakeConfig, segment: u64) -> Result<(Arc<dyn StoreApi>, String)> {
-    let setup = setup(config, segment)?;
-    let provider = Provider::find(config)?;
-    Ok((provider.connect(&setup)?, provider.reason))
+    match (setup(config, segment), Provider::find(config)) {
+        (Ok(setup), Ok(provider)) => Ok((provider.connect(&setup)?, provider.reason)),
+        (Ok(_), Err(error)) => Err(and_its_master(config, error)),
+        (Err(error), Ok(_)) => Err(error),
+        (Err(error), Err(also)) => Err(error.with("also", also)),
+    }
+}
+
+/// Without Mooncake nobody gets as far as its master: says here if that is not there either.
+pub(crate) fn and_its_master(config: &MooncakeConfig, error: Error) -> Error {
+    let Some(Master::At(address)) = &config.master else { return error };
+    match crate::choose::store::reach(address) {
+        Ok(_) => error,
+        Err(also) => error.with("also", also),
+    }
 }
 
 /// Variables that Mooncake reads once, when it is loaded, with the values that suit this
@@ -214,5 +227,32 @@ mod tests {
             assert!(set.contains(&("MC_FORCE_HCA", "1".into())), "no fall-back: {set:?}");
         }
         assert!(set.iter().all(|(name, _)| *name != "MC_FORCE_TCP"), "{set:?}");
+    }
+
+    /// Before anything is loaded or captured, and not one after the other.
+    #[test]
+    fn f62_all_that_a_store_lacks_is_said_at_once() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let nobody = listener.local_addr().unwrap().to_string();
+        drop(listener);
+        let folder = tempfile::tempdir().unwrap();
+        let mut settings = crate::Settings::new();
+        let venv = folder.path().display().to_string();
+        settings.set("mooncake_venv", &venv).unwrap();
+        settings.set("mooncake", &nobody).unwrap();
+        let config = MooncakeConfig::from_settings(&settings).unwrap();
+        let why = Provider::find(&config).unwrap_err().kind();
+        let error = join(&config, 0).unwrap_err();
+        assert_eq!(error.kind(), why, "{error}");
+        let also = error.context("also").unwrap();
+        assert!(also.contains(&nobody) && also.contains("mooncake_master"), "{error}");
+        // As the choice of a transport sees it, and with no master named.
+        let said = crate::choose::store::probe(&config).unwrap_err();
+        assert!(said.contains(&nobody), "{said}");
+        settings.set("mooncake", "managed").unwrap();
+        let config = MooncakeConfig::from_settings(&settings).unwrap();
+        let error = join(&config, 0).unwrap_err();
+        assert_eq!(error.context("setting"), Some("mooncake"), "{error}");
+        assert!(error.context("also").is_some(), "{error}");
     }
 }

@@ -20,8 +20,9 @@ use crate::{
 const PROBE: Duration = Duration::from_secs(3);
 
 /// Looks for Mooncake and for its master. Blocks.
-pub(super) fn probe(config: &MooncakeConfig) -> Finding {
-    let found = mooncake::Provider::find(config).map_err(|error| error.to_string())?;
+pub(crate) fn probe(config: &MooncakeConfig) -> Finding {
+    let found = mooncake::Provider::find(config)
+        .map_err(|error| mooncake::and_its_master(config, error).to_string())?;
     let Some(master) = &config.master else {
         return Err(format!("{}, but no master is named: set mooncake", found.reason));
     };

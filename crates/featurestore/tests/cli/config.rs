@@ -264,6 +264,34 @@ fn help_shows_every_command_with_examples() {
     assert_eq!(run(&["pipelin"]).status.code(), Some(2));
 }
 
+/// What is shipped starts where nothing is: no variables, no folder of its own, nobody's libraries.
+#[test]
+fn f61_every_command_shows_its_help_in_a_clean_environment() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let clean = |arguments: &[&str]| {
+        let mut command = featurestore(arguments);
+        command.env_clear().current_dir(folder.path());
+        let ended = Process::start(command).end(STEP);
+        assert!(ended.status.success(), "{arguments:?}: {ended:?}");
+        assert_eq!(ended.stderr, "", "{arguments:?}");
+        ended.stdout
+    };
+    let commands = |help: &str| -> Vec<String> {
+        let list = help.split("Commands:\n").nth(1).unwrap_or_default();
+        let lines = list.lines().take_while(|line| line.starts_with("  "));
+        let name = |line: &str| line.split_whitespace().next().map(str::to_owned);
+        lines.filter(|line| !line.starts_with("   ")).filter_map(name).collect()
+    };
+    assert!(clean(&["--version"]).starts_with("featurestore "));
+    let first = commands(&clean(&["--help"]));
+    assert!(first.len() > 4, "{first:?}");
+    for command in first.iter().filter(|name| *name != "help") {
+        for second in commands(&clean(&[command, "--help"])).iter().filter(|name| *name != "help") {
+            clean(&[command, second, "--help"]);
+        }
+    }
+}
+
 #[test]
 fn every_flag_of_the_readme_exists() {
     let mut known =
