@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use transport_core::{
-    ErrorKind, MemoryTransport, Result, Transport,
+    Dtype, ErrorKind, MemoryTransport, RegionSlice, Result, Tensor, TensorMeta, Transport,
     conformance::{self, Harness, Hook, Pair, Setup},
     layers::{
         Fault, FaultLayer, LimitLayer, MetricsLayer, Operation, RetryLayer, Stack, TimeoutLayer,
@@ -155,4 +155,25 @@ async fn the_report_lists_every_case() {
     let listed: Vec<_> = conformance::cases().iter().map(|c| c.name).collect();
     assert_eq!(names, listed);
     println!("{report}");
+}
+
+/// A tensor is its elements, one after the other: what has gaps has another length, and is refused.
+#[test]
+fn f38_a_view_with_strides_is_no_tensor() {
+    let matrix: Vec<u8> = (0..12i32).flat_map(i32::to_le_bytes).collect(); // 3 rows of 4
+    let matrix = RegionSlice::copy_of(&matrix);
+    let column = TensorMeta::new(Dtype::Int32, [3]).unwrap();
+    // From its first element to its last, with the other columns in between.
+    let error = Tensor::new(column.clone(), matrix.slice(4..4 + 2 * 16 + 4).unwrap()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+    assert_eq!((error.context("expected"), error.context("found")), (Some("12"), Some("36")));
+    let gathered = [1i32, 5, 9].map(i32::to_le_bytes).concat();
+    Tensor::new(column, RegionSlice::copy_of(&gathered)).unwrap();
+    // No dimension is one element, and any dimension of none is none.
+    for (shape, bytes) in [(&[][..], 4), (&[4, 3], 48), (&[7, 0, 2], 0)] {
+        let meta = TensorMeta::new(Dtype::Int32, shape).unwrap();
+        Tensor::new(meta.clone(), matrix.slice(0..bytes).unwrap()).unwrap();
+        let other = matrix.slice(0..(bytes + 4) % 52).unwrap();
+        assert!(Tensor::new(meta, other).is_err(), "{shape:?}");
+    }
 }

@@ -298,3 +298,57 @@ async fn lost_answers() {
     let harness = Wrapped(move |inner| FaultLayer::seeded(3).with(faults.clone()).layer(inner));
     noticed(&harness, "every_dtype_round_trips").await;
 }
+
+/// A transport of somebody else's crate, with the methods that have no default and none else.
+///
+/// Do not add to it: what it lacks after a change, every such crate lacks.
+#[derive(Debug)]
+struct Theirs(Arc<dyn Transport>);
+
+#[async_trait]
+impl Transport for Theirs {
+    fn info(&self) -> &TransportInfo {
+        self.0.info()
+    }
+
+    async fn publish(
+        &self,
+        batch: Vec<Publication>,
+        options: PublishOptions,
+    ) -> Result<Vec<Descriptor>> {
+        let options = PublishOptions::default().replace(options.replace).deadline(options.deadline);
+        self.0.publish(batch, options).await
+    }
+
+    async fn fetch(
+        &self,
+        requests: Vec<FetchRequest>,
+        options: FetchOptions,
+    ) -> Result<Vec<Fetched>> {
+        self.0.fetch(requests, FetchOptions::default().deadline(options.deadline)).await
+    }
+
+    async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+        self.0.release(releases).await
+    }
+
+    async fn health(&self) -> Result<Health> {
+        self.0.health().await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.0.close().await
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn f64_a_transport_of_anyone_needs_the_methods_of_today_and_no_more() {
+    let harness = Wrapped(|inner| Arc::new(Theirs(inner)) as Arc<dyn Transport>);
+    for case in ["every_dtype_round_trips", "a_duplicate_key_undoes_the_batch"] {
+        let outcome = conformance::case(case).expect("a case").run(&harness).await;
+        assert!(matches!(outcome, Outcome::Passed), "{case}: {outcome:?}");
+    }
+    let inner = Arc::new(MemoryTransport::builder().arena_bytes(1 << 20).build().unwrap());
+    let theirs: &dyn Transport = &Theirs(inner);
+    theirs.let_go(Vec::new()).await.unwrap(); // by default there is nothing to let go of
+}

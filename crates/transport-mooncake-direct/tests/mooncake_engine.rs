@@ -7,7 +7,7 @@ use std::{
     net::TcpListener,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicIsize, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -60,6 +60,8 @@ struct Fake {
     inside: AtomicUsize,
     most_inside: AtomicUsize,
     registrations: AtomicUsize,
+    /// Registrations that succeed before one is refused; all of them if negative.
+    registers: AtomicIsize,
     submissions: Mutex<Vec<(Submission, usize)>>,
 }
 
@@ -84,6 +86,7 @@ impl Fake {
             inside: AtomicUsize::new(0),
             most_inside: AtomicUsize::new(0),
             registrations: AtomicUsize::new(0),
+            registers: AtomicIsize::new(-1),
             submissions: Mutex::default(),
         }
     }
@@ -103,6 +106,13 @@ impl EngineApi for Fake {
     }
 
     unsafe fn register(&self, ranges: &[(*mut u8, usize)]) -> Result<()> {
+        if self.registers.load(Ordering::SeqCst) >= 0
+            && self.registers.fetch_sub(ranges.len() as isize, Ordering::SeqCst)
+                < ranges.len() as isize
+        {
+            self.registers.store(0, Ordering::SeqCst);
+            return Err(Error::new(ErrorKind::InvalidInput, "register memory", "Mooncake said -1"));
+        }
         self.registrations.fetch_add(ranges.len(), Ordering::SeqCst);
         Ok(())
     }
@@ -269,6 +279,36 @@ fn what_hangs_is_out_of_use_until_it_is_over() {
     engine.close().unwrap();
     assert_eq!((engine.stats().quarantined_bytes, pool.stats().live_regions), (0, 0));
     assert_eq!(read(LONG).unwrap_err().kind(), ErrorKind::Closed);
+}
+
+/// A code that is passed over here shows up later, and elsewhere.
+#[test]
+fn f21_memory_that_was_not_registered_is_never_read_into() {
+    let fake = Arc::new(Fake::telling("tcp"));
+    let engine = start(&fake, Protocol::Tcp).unwrap();
+    let source = vec![5u8; 1000];
+    let peer = peer("tcp");
+    let read = |count: usize| {
+        let op = |_| {
+            let dst = RegionMut::zeroed(1000).unwrap();
+            ReadOp::new(RemoteAddr(source.as_ptr() as u64), dst)
+        };
+        engine.read(&peer, (0..count).map(op).collect(), &within(LONG))
+    };
+    // The first, or the second of two.
+    for (good, reads) in [(0, 1), (1, 2)] {
+        fake.registers.store(good, Ordering::SeqCst);
+        let error = read(reads).unwrap_err();
+        assert!(error.to_string().contains("Mooncake said -1"), "{error}");
+        assert!(fake.submissions.lock().is_empty(), "nothing is asked for");
+    }
+    let pool = RegionPool::new(Backing::heap(MIB).unwrap()).unwrap();
+    fake.registers.store(0, Ordering::SeqCst);
+    assert!(engine.register_pool(&pool).is_err());
+    fake.registers.store(-1, Ordering::SeqCst);
+    engine.register_pool(&pool).unwrap();
+    read(2).unwrap();
+    assert_eq!(fake.submissions.lock().len(), 1);
 }
 
 #[test]
