@@ -8,7 +8,7 @@ use std::{
         atomic::{AtomicU64, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use indexmap::IndexMap;
@@ -30,6 +30,9 @@ use crate::{
 
 /// Fewest keys of a call that is one of several.
 const LEAST_KEYS: usize = 128;
+
+/// What another call may take where calls are short.
+const LEAST_CALL: Duration = Duration::from_millis(20);
 
 /// Lives of objects in this process, over all transports, so that no two are alike.
 static NEXT_SEQUENCE: AtomicU64 = AtomicU64::new(1);
@@ -359,7 +362,9 @@ fn write_part(
             touched.lock().extend(open.iter().map(|&i| part[i].key.clone()));
         }
         let policy = ReplicaPolicy::default();
+        let start = Instant::now();
         let results = shared.ledger.timed(|| io::put(&*shared.api, &objects, policy, only_new))?;
+        let another = 2 * start.elapsed().max(LEAST_CALL);
         let mut ours = touched.lock();
         let (mut failed, mut fatal) = (Vec::new(), None);
         for (&i, result) in open.iter().zip(results) {
@@ -386,7 +391,8 @@ fn write_part(
         }
         let Some(&(first, code)) = failed.first() else { return Ok(()) };
         open = failed.iter().map(|f| f.0).collect();
-        if flight.remaining() <= pause || flight.pause(pause).is_err() {
+        // Without the time for another call the caller would hear of a deadline, and not of the store.
+        if flight.remaining() <= pause + another || flight.pause(pause).is_err() {
             return Err(no_room(code, &part[first], &open, part));
         }
         pause = (pause * 2).min(Duration::from_secs(1));

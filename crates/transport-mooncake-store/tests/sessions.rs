@@ -122,3 +122,16 @@ async fn a_call_that_fails_and_a_full_store_leave_nothing() {
     let described = bed.publish(0..1100, PublishOptions::default()).await.unwrap();
     bed.fetch(&described).await;
 }
+
+/// Not that a deadline has passed: the last call begins only where there is time for its answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_store_is_said_to_be_full_however_long_its_answers_take() {
+    let bed = bed();
+    bed.cluster.set_capacity(10);
+    bed.cluster.set_delay_of_puts(Duration::from_millis(70));
+    for deadline in [160, 230, 300] {
+        let options = PublishOptions::default().deadline(Duration::from_millis(deadline));
+        let error = bed.publish(0..1, options).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::CapacityExceeded, "{deadline} ms: {error}");
+    }
+}

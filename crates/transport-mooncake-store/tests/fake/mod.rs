@@ -40,6 +40,7 @@ struct State {
     faults: VecDeque<Fault>,
     transfer_delay: Duration,
     delay_of_each: Duration,
+    delay_of_puts: Duration,
     calls: Calls,
     late_writes: Vec<(usize, usize)>,
     hung: bool,
@@ -99,6 +100,7 @@ impl Default for State {
             faults: VecDeque::new(),
             transfer_delay: Duration::ZERO,
             delay_of_each: Duration::ZERO,
+            delay_of_puts: Duration::ZERO,
             calls: Calls::default(),
             late_writes: Vec::new(),
             hung: false,
@@ -151,6 +153,11 @@ impl Cluster {
     /// Each object of a read takes this long.
     pub fn set_delay_of_each(&self, delay: Duration) {
         self.state.lock().delay_of_each = delay;
+    }
+
+    /// Each call that writes takes this long.
+    pub fn set_delay_of_puts(&self, delay: Duration) {
+        self.state.lock().delay_of_puts = delay;
     }
 
     /// Scripts faults, each for one use.
@@ -273,6 +280,8 @@ impl FakeStore {
         taken: std::result::Result<(), StoreCode>,
     ) -> Result<KeyResults<()>> {
         self.open("put")?;
+        let delay = self.cluster.state.lock().delay_of_puts;
+        std::thread::sleep(delay);
         let mut state = self.cluster.state.lock();
         state.write_late();
         state.calls.put += 1;
