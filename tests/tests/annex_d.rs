@@ -128,7 +128,7 @@
 //! | M9 | a peer that hangs | `a_hung_owner_costs_one_deadline_and_is_read_when_it_is_back`, `a_hung_peer_costs_its_deadline_and_its_memory_comes_back`, `a_hung_peer_costs_a_deadline_and_memory_until_it_answers` |
 //! | M10 | variables that choose another transport | `no_variable_changes_what_is_thought_of_an_engine`, `clients_of_every_form_find_the_store_whatever_the_environment_says` |
 //! | M11 | names of protocols in other forms | `clients_of_every_form_find_the_store_whatever_the_environment_says`, `names_are_read_however_they_are_written`, `setups_that_mislead_mooncake_are_refused` |
-//! | M12 | IPv6, and hosts by name | `sixty_four_gets_at_once_are_whole_and_ranges_move_nothing_else`, `names_and_addresses_of_every_form_work`, `clients_of_every_form_find_the_store_whatever_the_environment_says`, `segments_at_ipv6_addresses_and_named_hosts_are_read_from_their_owners` |
+//! | M12 | IPv6, and hosts by name | `sixty_four_gets_at_once_are_whole_and_ranges_move_nothing_else`, `names_and_addresses_of_every_form_work`, `clients_of_every_form_find_the_store_whatever_the_environment_says`, `segments_at_ipv6_addresses_and_named_hosts_are_read_from_their_owners`, `the_main_job_runs_over_a_store_that_is_there` |
 //! | M13 | two engines in one process | `two_engines_of_one_process_do_not_disturb_each_other`, `engines_read_each_other`, `clients_of_every_form_find_the_store_whatever_the_environment_says` |
 
 use std::{

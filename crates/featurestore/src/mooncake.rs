@@ -193,6 +193,7 @@ pub(crate) fn and_its_master(config: &MooncakeConfig, error: Error) -> Error {
 /// - `MC_FORCE_HCA`: without it a machine on which no device for rdma is found runs tcp instead;
 /// - `MC_TCP_BIND_ADDRESS`: the address that peers are told, where the host is one. Mooncake's ports
 ///   are open on every address all the same: no setting of 0.3.13 changes that;
+/// - `MC_USE_IPV6`: without it Mooncake listens at no IPv6 address, and asks none;
 /// - `MC_LOG_LEVEL`: its log on standard error is for failures.
 pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
     let runs = |protocol: &str| (config.protocol == protocol).then(|| "1".to_owned());
@@ -201,6 +202,7 @@ pub fn environment(config: &MooncakeConfig) -> Vec<(&'static str, String)> {
         ("MC_FORCE_TCP", runs("tcp")),
         ("MC_FORCE_HCA", runs("rdma")),
         ("MC_TCP_BIND_ADDRESS", address.map(|address| address.to_string())),
+        ("MC_USE_IPV6", address.filter(|address| address.is_ipv6()).map(|_| "1".to_owned())),
         ("MC_LOG_LEVEL", Some("ERROR".to_owned())),
     ]
     .into_iter()
@@ -227,6 +229,19 @@ mod tests {
             assert!(set.contains(&("MC_FORCE_HCA", "1".into())), "no fall-back: {set:?}");
         }
         assert!(set.iter().all(|(name, _)| *name != "MC_FORCE_TCP"), "{set:?}");
+    }
+
+    #[test]
+    fn a_host_in_ipv6_has_mooncake_speak_it() {
+        let mut config = MooncakeConfig::from_settings(&crate::Settings::new()).unwrap();
+        let six = ("MC_USE_IPV6", "1".to_owned());
+        for (host, is_six) in
+            [("::1", true), ("2001:db8::2", true), ("127.0.0.1", false), ("a", false)]
+        {
+            config.host = host.into();
+            let said = std::env::var_os(six.0).is_some();
+            assert_eq!(environment(&config).contains(&six), is_six && !said, "{host}");
+        }
     }
 
     /// Before anything is loaded or captured, and not one after the other.

@@ -127,7 +127,7 @@ fn the_main_job_runs_over_a_store_that_is_there() {
     for (settings, objects) in [
         (&[][..], 4),
         (&["--mooncake-reads", "mooncake"], 4),
-        (&["--mooncake-group-below", "1GiB"], 1),
+        (&["--mooncake-group-below", "1GiB", "--mooncake-host", "::1"], 1),
     ] {
         let master = master();
         let folder = tempfile::tempdir().expect("a temporary folder");
