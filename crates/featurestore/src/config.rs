@@ -10,10 +10,12 @@ mod server;
 mod trainer;
 mod value;
 
-use std::{collections::BTreeMap, ffi::OsString, fmt, fs::File, io::Read, path::Path};
+use std::{collections::BTreeMap, ffi::OsString, fmt, path::Path};
 
 use transport_core::{Error, ErrorKind, Result};
 
+#[cfg(all(test, feature = "direct", any(feature = "mooncake", feature = "mooncake-python")))]
+pub(crate) use mooncake::PROTOCOLS;
 pub use mooncake::{Master, MooncakeConfig, StoreReads};
 pub use problems::Problems;
 #[cfg(feature = "cli")]
@@ -22,6 +24,8 @@ pub use trainer::{Config, TransportChoice};
 pub use value::duration;
 pub(crate) use value::suggestion;
 use value::{fold, nearest};
+
+use crate::files::read_at_most;
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -117,7 +121,11 @@ pub const KEYS: &[Key] = &[
     optional("mooncake_admin", "address of the master's metrics, host:port"),
     key("mooncake_host", "127.0.0.1", "host by which other store clients reach this process"),
     key("mooncake_metadata", "P2PHANDSHAKE", "address of Mooncake's metadata server"),
-    key("mooncake_protocol", "tcp", "how Mooncake moves payload: tcp or rdma"),
+    key(
+        "mooncake_protocol",
+        "tcp",
+        "how Mooncake moves payload: tcp, rdma, nvlink or nvlink_intra",
+    ),
     optional("mooncake_devices", "comma-separated RDMA devices; all if not given"),
     optional("mooncake_venv", "virtual environment with Mooncake's wheel"),
     optional("mooncake_library", "file of libmooncake_store.so; comes before the wheel"),
@@ -178,9 +186,9 @@ impl Settings {
     pub fn file(mut self, path: &Path) -> Result<Self> {
         let end = path.extension().map(|end| end.to_ascii_lowercase());
         let yaml = end.is_some_and(|end| end == "yaml" || end == "yml");
-        read_file(path)
-            .and_then(|text| if yaml { self.table(of_yaml(&text)?) } else { self.text(&text) })
-            .map_err(|e| e.with("file", path.display()))?;
+        let text = read_file(path)?;
+        let read = if yaml { of_yaml(&text).and_then(|t| self.table(t)) } else { self.text(&text) };
+        read.map_err(|e| e.with("file", path.display()))?;
         Ok(self)
     }
 
@@ -262,9 +270,18 @@ impl Settings {
     }
 
     /// Gives a value below all others, where there is no default or another one is wanted.
-    pub fn or_default(mut self, name: &str, text: impl Into<String>) -> Result<Self> {
-        let entry = self.values.entry(find(name)?.name);
-        entry.or_insert_with(|| (text.into(), Source::Default));
+    pub fn or_default(self, name: &str, text: impl Into<String>) -> Result<Self> {
+        self.or(name, text.into(), Source::Default)
+    }
+
+    /// The same for the value of another program's variable.
+    #[cfg(feature = "rollout")]
+    pub(crate) fn or_variable(self, name: &str, text: String, variable: &str) -> Result<Self> {
+        self.or(name, text, Source::Environment(variable.to_owned()))
+    }
+
+    fn or(mut self, name: &str, text: String, source: Source) -> Result<Self> {
+        self.values.entry(find(name)?.name).or_insert((text, source));
         Ok(self)
     }
 
@@ -337,16 +354,12 @@ const MAX_FILE: u64 = 1 << 20;
 
 /// The text of a file of settings.
 pub(crate) fn read_file(path: &Path) -> Result<String> {
-    let wrong = |why: &'static str| Error::new(ErrorKind::ConfigInvalid, "read configuration", why);
-    let mut bytes = Vec::new();
-    File::open(path)
-        .and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes))
-        .map_err(|e| Error::io("read configuration", e))?;
-    if bytes.len() as u64 > MAX_FILE {
-        return Err(wrong("the file is too long").with("max_bytes", MAX_FILE));
-    }
+    let bytes = read_at_most("read configuration", path, MAX_FILE)?;
     String::from_utf8(bytes).map_err(|e| {
-        wrong("the file is not UTF-8").with("at_byte", e.utf8_error().valid_up_to()).source(e)
+        Error::new(ErrorKind::ConfigInvalid, "read configuration", "the file is not UTF-8")
+            .with("file", path.display())
+            .with("at_byte", e.utf8_error().valid_up_to())
+            .source(e)
     })
 }
 

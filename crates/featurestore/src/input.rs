@@ -6,23 +6,18 @@
 
 use std::{
     collections::BTreeMap,
-    fs::File,
     io::Read,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
 use indexmap::IndexMap;
-use serde::Deserialize;
-use sha2::{Digest, Sha256};
 use transport_core::{Dtype, Error, ErrorKind, FeatureName, Result, SampleId, TensorMeta};
 
-use crate::{stored::dtype, workload::Prompt};
+use crate::{files::open_regular, manifest::Manifest, stored::dtype, workload::Prompt};
 
 /// Largest safetensors header accepted, in bytes.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
-/// Largest manifest accepted, in bytes.
-const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
 /// A folder of captured samples.
 #[derive(Debug)]
@@ -45,28 +40,13 @@ struct Stored {
     sha256: Option<String>,
 }
 
-#[derive(Deserialize)]
-struct Manifest {
-    samples: Vec<ManifestSample>,
-}
-
-#[derive(Deserialize)]
-struct ManifestSample {
-    file: String,
-    tensors: BTreeMap<String, ManifestTensor>,
-}
-
-#[derive(Deserialize)]
-struct ManifestTensor {
-    sha256: String,
-}
-
 impl Folder {
     /// Reads the headers of all `*.safetensors` files in `folder`, and the manifest if there is one.
     pub fn open(folder: &Path) -> Result<Self> {
         let fail = |e| Error::io("open input", e).with("folder", folder.display());
         let mut samples = BTreeMap::new();
-        for entry in folder.read_dir().map_err(fail)? {
+        let entries = folder.read_dir();
+        for entry in entries.map_err(|e| fail(e).remedy("name a folder of *.safetensors files"))? {
             let path = entry.map_err(fail)?.path();
             if path.extension().is_some_and(|e| e == "safetensors") {
                 let name = sample_name(&path)?;
@@ -78,47 +58,15 @@ impl Folder {
                 .with("folder", folder.display())
                 .remedy("put *.safetensors files there, one sample each"));
         }
-        let mut folder_of = Self { samples };
-        let manifest = folder.join("manifest.json");
-        // A link that leads nowhere is a manifest that cannot be read, and not none.
-        if manifest.symlink_metadata().is_ok() {
-            folder_of.read_manifest(&manifest)?;
+        let set = |sample: &mut Sample, name: &str, sha256| {
+            let Some(stored) = sample.tensors.get_mut(name) else { return Ok(false) };
+            stored.sha256 = Some(sha256);
+            Ok(true)
+        };
+        if let Some(manifest) = Manifest::of(folder)? {
+            manifest.apply(&mut samples, set)?;
         }
-        Ok(folder_of)
-    }
-
-    fn read_manifest(&mut self, path: &Path) -> Result<()> {
-        let fail = |e| Error::io("read manifest", e).with("file", path.display());
-        let mut text = String::new();
-        let file = File::open(path).map_err(fail)?;
-        file.take(MAX_MANIFEST_BYTES).read_to_string(&mut text).map_err(fail)?;
-        let manifest: Manifest = serde_json::from_str(&text).map_err(|e| {
-            Error::new(ErrorKind::Corrupt, "read manifest", "not a manifest")
-                .with("file", path.display())
-                .source(e)
-        })?;
-        for sample in manifest.samples {
-            let stem = sample.file.strip_suffix(".safetensors").unwrap_or(&sample.file);
-            let Some(found) = self.samples.get_mut(stem) else {
-                return Err(Error::new(
-                    ErrorKind::Corrupt,
-                    "read manifest",
-                    "the folder lacks a file that its manifest lists",
-                )
-                .with("folder", path.parent().unwrap_or(path).display())
-                .with("file", &sample.file)
-                .remedy("add the file, or take it from the manifest; names are without a folder"));
-            };
-            for (name, tensor) in sample.tensors {
-                let stored = found.tensors.get_mut(name.as_str()).ok_or_else(|| {
-                    Error::new(ErrorKind::Corrupt, "read manifest", "the file lacks a tensor")
-                        .with("file", &sample.file)
-                        .with("tensor", &name)
-                })?;
-                stored.sha256 = Some(tensor.sha256.to_ascii_lowercase());
-            }
-        }
-        Ok(())
+        Ok(Self { samples })
     }
 
     /// Names of the samples, which are their files' names without the ending, in order.
@@ -159,7 +107,7 @@ impl Sample {
         let corrupt = |why: &'static str| {
             Error::new(ErrorKind::Corrupt, "open sample", why).with("file", path.display())
         };
-        let mut file = regular_file(&path).map_err(io)?;
+        let mut file = open_regular(&path).map_err(io)?;
         let file_bytes = file.metadata().map_err(io)?.len();
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(io)?;
@@ -214,7 +162,7 @@ impl Sample {
     pub fn read(&self, name: &FeatureName, out: &mut [u8]) -> Result<()> {
         let stored = self.stored(name)?;
         debug_assert_eq!(stored.meta.nbytes(), out.len() as u64);
-        regular_file(&self.path)
+        open_regular(&self.path)
             .and_then(|file| file.read_exact_at(out, stored.offset))
             .map_err(|e| Error::io("read sample", e).with("file", self.path.display()))
     }
@@ -251,24 +199,10 @@ impl Sample {
     }
 }
 
-/// Opens a regular file, and nothing that could block for ever, such as a pipe.
-fn regular_file(path: &Path) -> std::io::Result<File> {
-    let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    let file = File::options().read(true).custom_flags(nonblocking).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file"));
-    }
-    Ok(file)
-}
-
-/// sha256 in lower-case hexadecimal.
-pub fn sha256_hex(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::manifest::sha256_hex;
 
     fn real() -> Folder {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");

@@ -30,6 +30,7 @@ pub mod config;
 pub mod consumer;
 #[cfg(feature = "cli")]
 pub mod doctor;
+pub mod files;
 #[cfg(all(test, feature = "lifecycle"))]
 mod flaky;
 #[cfg(feature = "lifecycle")]
@@ -44,6 +45,8 @@ pub mod layout;
 pub mod ledger;
 #[cfg(feature = "lifecycle")]
 pub mod lifecycle;
+#[cfg(any(feature = "cli", feature = "rollout"))]
+mod manifest;
 #[cfg(feature = "store")]
 pub mod mooncake;
 #[cfg(feature = "cli")]

@@ -162,6 +162,10 @@ impl Error {
             Io::InvalidData => ErrorKind::Corrupt,
             Io::OutOfMemory | Io::StorageFull => ErrorKind::CapacityExceeded,
             Io::AddrInUse | Io::AddrNotAvailable => ErrorKind::ConfigInvalid,
+            // What was named is something else than it has to be.
+            Io::InvalidInput | Io::InvalidFilename | Io::IsADirectory | Io::NotADirectory => {
+                ErrorKind::InvalidInput
+            }
             _ => ErrorKind::Unexpected,
         };
         Self::new(kind, operation, error.to_string()).source(error)
@@ -289,6 +293,7 @@ mod tests {
             (std::io::ErrorKind::PermissionDenied, ErrorKind::PermissionDenied, false),
             (std::io::ErrorKind::TimedOut, ErrorKind::Timeout, true),
             (std::io::ErrorKind::AddrInUse, ErrorKind::ConfigInvalid, false),
+            (std::io::ErrorKind::IsADirectory, ErrorKind::InvalidInput, false),
         ] {
             let error = Error::io("connect", std::io::Error::from(io));
             assert_eq!((error.kind(), error.is_temporary()), (kind, temporary));

@@ -38,3 +38,15 @@ pub(super) fn start(config: &MooncakeConfig) -> Result<MooncakeEngine> {
         MooncakeEngine::of_library(&library, &config.host, options)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Protocol;
+
+    #[test]
+    fn the_engine_knows_every_protocol_that_may_be_configured() {
+        for name in crate::config::PROTOCOLS {
+            assert_eq!(name.parse::<Protocol>().unwrap().name(), name);
+        }
+    }
+}

@@ -6,7 +6,7 @@ use transport_core::{ByteSize, Error, Result, SessionName, check_host};
 
 use super::{
     Problems, Settings, duration,
-    value::{bad, fold},
+    value::{bad, fold, suggestion},
 };
 
 /// A master of Mooncake Store.
@@ -130,10 +130,7 @@ impl MooncakeConfig {
         let admin = problems.note(settings.get("mooncake_admin", str::parse));
         let host = problems.note(settings.need("mooncake_host", host));
         let metadata = problems.note(settings.need("mooncake_metadata", text));
-        let protocol =
-            problems.note(settings.need("mooncake_protocol", |found| {
-                text(found).map(|name| name.to_ascii_lowercase())
-            }));
+        let protocol = problems.note(settings.need("mooncake_protocol", protocol));
         let devices = problems.note(settings.get("mooncake_devices", text));
         let venv = problems.note(settings.get("mooncake_venv", path));
         let library = problems.note(settings.get("mooncake_library", path));
@@ -191,6 +188,18 @@ impl MooncakeConfig {
     }
 }
 
+/// Mooncake's names of its transports, as far as this project knows them.
+pub(crate) const PROTOCOLS: [&str; 4] = ["tcp", "rdma", "nvlink", "nvlink_intra"];
+
+fn protocol(found: &str) -> Result<String> {
+    let name = fold(found);
+    if PROTOCOLS.contains(&name.as_str()) {
+        return Ok(name);
+    }
+    let known = suggestion(&name, PROTOCOLS.into_iter());
+    Err(bad("no such protocol of Mooncake", found).remedy(known))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -246,11 +255,19 @@ mod tests {
             ("mooncake_venv", " "),
             ("mooncake_reads", "somehow"),
             ("mooncake_group_below", "small"),
+            ("mooncake_protocol", "rmda"),
         ] {
             settings.set(name, text).unwrap();
         }
         let error = MooncakeConfig::from_settings(&settings).unwrap_err().to_string();
-        for part in ["5 problems", "mooncake_lease", "mooncake_venv", "mooncake_reads", "group"] {
+        for part in [
+            "6 problems",
+            "mooncake_lease",
+            "mooncake_venv",
+            "mooncake_reads",
+            "group",
+            "did you mean rdma? known: tcp, rdma, nvlink, nvlink_intra",
+        ] {
             assert!(error.contains(part), "{part}: {error}");
         }
         let mut settings = Settings::new();

@@ -72,9 +72,9 @@ impl Loaded {
     /// # Errors
     /// [`ErrorKind::ConfigInvalid`] with everything that is wrong, each with the reason.
     pub fn file(path: &Path, variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        read_file(path)
-            .and_then(|text| Self::text(&text, Syntax::of(path), variable))
-            .map_err(|e| e.with("file", path.display()))
+        let text = read_file(path)?;
+        let read = Self::text(&text, Syntax::of(path), variable);
+        read.map_err(|e| e.with("file", path.display()))
     }
 
     /// [`Self::file`], from text.

@@ -6,7 +6,7 @@ use control_proto::capture::{Checksum, ChecksumKind};
 use transport_core::{Error, ErrorKind, Fetched, RegionSlice, Result};
 
 use super::messages::Job;
-use crate::{choose::Choice, config::Config, input::sha256_hex, source::checksum};
+use crate::{choose::Choice, config::Config, manifest::sha256_hex, source::checksum};
 
 /// Compares samples; tensors on a device are summed up there. Threads may share it.
 #[derive(Debug)]

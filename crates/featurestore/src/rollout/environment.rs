@@ -38,9 +38,9 @@ pub fn apply(
             "mooncake_devices" if value.trim().eq_ignore_ascii_case("auto") => {}
             "pool" => {
                 let size = size(&value).map_err(named)?;
-                settings = settings.or_default(setting, size.to_string()).map_err(named)?;
+                settings = settings.or_variable(setting, size.to_string(), name)?;
             }
-            _ => settings = settings.or_default(setting, value.trim()).map_err(named)?,
+            _ => settings = settings.or_variable(setting, value.trim().to_owned(), name)?,
         }
     }
     Ok((settings, segment))

@@ -1,6 +1,6 @@
 //! What is put: a deterministic payload, or files: safetensors, Arrow and Parquet.
 
-use std::{fmt, fs::File, io::Read, path::Path, str::FromStr, sync::Arc};
+use std::{collections::BTreeMap, fmt, io::Read, path::Path, str::FromStr, sync::Arc};
 
 use bytes::Bytes;
 use capture_arena::available_memory;
@@ -11,7 +11,11 @@ use rollout_codec::{
 };
 use transport_core::{ByteSize, Dtype, Error, ErrorKind, Result};
 
-use crate::stored;
+use crate::{
+    files::open_regular,
+    manifest::{Manifest, sha256_hex},
+    stored,
+};
 
 /// Largest file that is read.
 const MAX_FILE_BYTES: u64 = 64 << 30;
@@ -104,7 +108,8 @@ fn read_files(path: &Path) -> Result<Rollout<'static>> {
     let failed = |e| Error::io(OPERATION, e).with("folder", path.display());
     let mut files = Vec::new();
     let mut tables = Vec::new();
-    for entry in path.read_dir().map_err(failed)? {
+    let what = "name a folder of *.safetensors files; or Arrow or Parquet files, by their endings";
+    for entry in path.read_dir().map_err(|e| failed(e).remedy(what))? {
         let file = entry.map_err(failed)?.path();
         if is_table(&file) {
             tables.push(file);
@@ -115,7 +120,7 @@ fn read_files(path: &Path) -> Result<Rollout<'static>> {
     files.sort();
     tables.sort();
     match (files.is_empty(), tables.is_empty()) {
-        (false, true) => read_safetensors(&files),
+        (false, true) => read_safetensors(path, &files),
         (true, false) => read_tables(&tables),
         (true, true) => Err(Error::new(ErrorKind::NotFound, OPERATION, "no samples in the folder")
             .with("folder", path.display())
@@ -142,8 +147,14 @@ fn read_tables(files: &[std::path::PathBuf]) -> Result<Rollout<'static>> {
         .remedy("build with --features arrow"))
 }
 
-fn read_safetensors(files: &[std::path::PathBuf]) -> Result<Rollout<'static>> {
+fn read_safetensors(folder: &Path, files: &[std::path::PathBuf]) -> Result<Rollout<'static>> {
     let rows: Vec<Row> = files.iter().map(|file| read_file(file)).collect::<Result<_>>()?;
+    if let Some(manifest) = Manifest::of(folder)? {
+        let named = files.iter().zip(&rows);
+        let mut rows: BTreeMap<String, &Row> =
+            named.filter_map(|(f, row)| Some((f.file_stem()?.to_str()?.to_owned(), row))).collect();
+        manifest.apply(&mut rows, |row, name, sum| compare(row, name, &sum))?;
+    }
     let mut names: Vec<&String> = rows.iter().flat_map(IndexMap::keys).collect();
     names.sort();
     names.dedup();
@@ -176,13 +187,8 @@ struct Tensor {
 
 fn read_file(path: &Path) -> Result<Row> {
     let failed = |e| Error::io(OPERATION, e).with("file", path.display());
-    let mut file = File::open(path).map_err(failed)?;
-    let about = file.metadata().map_err(failed)?;
-    if !about.is_file() {
-        return Err(Error::new(ErrorKind::InvalidInput, OPERATION, "not a regular file")
-            .with("file", path.display()));
-    }
-    let bytes = about.len();
+    let mut file = open_regular(path).map_err(failed)?;
+    let bytes = file.metadata().map_err(failed)?.len();
     if bytes > MAX_FILE_BYTES {
         return Err(Error::new(ErrorKind::InvalidInput, OPERATION, "the file is too large")
             .with("file", path.display())
@@ -205,6 +211,20 @@ fn read_file(path: &Path) -> Result<Row> {
         row.insert(name.to_owned(), Tensor { dtype, shape, bytes: content.slice_ref(view.data()) });
     }
     Ok(row)
+}
+
+/// Whether the row has this tensor, which must have the sha256 of the manifest.
+fn compare(row: &Row, name: &str, expected: &str) -> Result<bool> {
+    let Some(tensor) = row.get(name) else { return Ok(false) };
+    let found = sha256_hex(&tensor.bytes);
+    if found == expected {
+        return Ok(true);
+    }
+    let why = "a tensor has another sha256 than the manifest says";
+    Err(Error::new(ErrorKind::Corrupt, OPERATION, why)
+        .with("expected", expected)
+        .with("found", found)
+        .remedy("fetch the file again, or write the manifest anew if the file is right"))
 }
 
 /// One field over all rows: ragged along the first dimension if all have the same others.

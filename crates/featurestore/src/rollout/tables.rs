@@ -1,7 +1,6 @@
 //! Rollouts of tables: Arrow IPC and Parquet files (feature `arrow`).
 
 use std::{
-    fs::File,
     io::{BufReader, Read, Seek},
     path::{Path, PathBuf},
 };
@@ -12,6 +11,8 @@ use indexmap::IndexMap;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use rollout_codec::{Column, Rollout};
 use transport_core::{Error, ErrorKind, Result};
+
+use crate::files::open_regular;
 
 const OPERATION: &str = "read rollout input";
 
@@ -63,7 +64,7 @@ fn refuse(why: &'static str) -> Error {
 /// there are none, so that fields and types are known.
 fn batches(path: &Path) -> Result<Vec<RecordBatch>> {
     let failed = |e| Error::io(OPERATION, e);
-    let mut file = File::open(path).map_err(failed)?;
+    let mut file = open_regular(path).map_err(failed)?;
     let mut magic = Vec::new();
     (&mut file).take(6).read_to_end(&mut magic).map_err(failed)?;
     file.rewind().map_err(failed)?;

@@ -167,6 +167,30 @@ fn a_file_that_is_no_text_or_never_ends_is_a_wrong_configuration() {
     }
 }
 
+/// Before anything is started, wherever it is written.
+#[test]
+fn a_protocol_that_mooncake_has_not_is_refused_with_those_that_it_has() {
+    let written = file("mooncake_protocol = \"rmda\"\n");
+    let path = written.path().to_str().expect("UTF-8");
+    let put = ["rollout", "put", "--payload", "text:1MiB"];
+    for (arguments, variable) in [
+        (&["pipeline", "--samples", "1", "--mooncake-protocol", "rmda"][..], None),
+        (&["capture-server", "--arena", "1MiB", "--config", path], None),
+        (&["config", "show"], Some("FEATURESTORE_MOONCAKE_PROTOCOL")),
+        (&put, Some("MOONCAKE_PROTOCOL")),
+        (&put, Some("MC_PROTOCOL")),
+    ] {
+        let mut command = featurestore(arguments);
+        command.envs(variable.map(|name| (name, "rmda")));
+        let ended = Process::start(command).end(STEP);
+        assert!(!ended.status.success(), "{arguments:?}: {ended:?}");
+        let known = "did you mean rdma? known: tcp, rdma, nvlink, nvlink_intra";
+        for part in ["mooncake_protocol", known, variable.unwrap_or_default()] {
+            assert!(ended.stderr.contains(part), "{part}: {}", ended.stderr);
+        }
+    }
+}
+
 #[test]
 fn a_misspelt_variable_is_refused_with_the_nearest_name() {
     let (ok, _, error) = show("", &[("FEATURESTORE_LEESE", "5s")]);

@@ -211,6 +211,46 @@ fn real_files_are_put_and_checked() {
     assert_eq!(ids["dtype"], "int64");
 }
 
+/// What `pipeline --input` takes for granted holds here too: the files are what their manifest says.
+#[test]
+fn a_folder_that_differs_from_its_manifest_is_not_put() {
+    let captures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/minilm-capture");
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = folder.path().join("manifest.json");
+    let file = "minilm-0001.safetensors";
+    fs::copy(captures.join(file), folder.path().join(file)).unwrap();
+    let listed: Value =
+        serde_json::from_slice(&fs::read(captures.join("manifest.json")).unwrap()).unwrap();
+    let tensors = &listed["samples"][1]["tensors"];
+    assert_eq!(listed["samples"][1]["file"], file);
+    let other = |name: &str, sum: &str| {
+        let mut tensors = tensors.clone();
+        tensors[name] = serde_json::json!({"sha256": sum});
+        tensors
+    };
+    let put = ["rollout", "put", "--input", text(folder.path()), "--memory", "64MiB"];
+    for (file, tensors, says) in [
+        (file, other("loss_mask", &"0".repeat(64)), &["another sha256", "loss_mask", file][..]),
+        (file, other("nothing", ""), &["lacks a tensor", "nothing", file]),
+        ("gone.safetensors", tensors.clone(), &["lacks a file", "gone.safetensors"]),
+    ] {
+        let content = serde_json::json!({"samples": [{"file": file, "tensors": tensors}]});
+        fs::write(&manifest, content.to_string()).unwrap();
+        let ended = run(&put);
+        assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+        for part in says {
+            assert!(ended.stderr.contains(part), "{part}: {}", ended.stderr);
+        }
+    }
+    let content = serde_json::json!({"samples": [{"file": file, "tensors": tensors}]});
+    fs::write(&manifest, content.to_string()).unwrap();
+    assert_eq!(run(&put).status.code(), Some(0), "as it is, it is put");
+    fs::remove_file(&manifest).unwrap();
+    std::os::unix::fs::symlink("manifest.json", &manifest).unwrap();
+    let ended = run(&put);
+    assert!(ended.stderr.contains("manifest.json"), "{}", ended.stderr);
+}
+
 #[test]
 fn the_bench_compares_what_it_moves() {
     let bench =
@@ -391,11 +431,70 @@ fn mistakes_are_named() {
     assert!(ended.stderr.contains("handle.json"), "{}", ended.stderr);
 }
 
+/// Neither hangs nor reads for long, whatever a file turns out to be.
 #[test]
-fn a_handle_that_never_ends_is_refused() {
-    let ended = run(&["rollout", "inspect", "--handle", "/dev/zero"]);
-    assert!(!ended.status.success());
-    assert!(ended.stderr.contains("too large"), "{}", ended.stderr);
+fn inputs_that_are_no_files_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    std::os::unix::fs::symlink("loop", at("loop")).unwrap();
+    fs::write(at("nil"), "").unwrap();
+    let golden = ["sample1_ref.json", "sample1.hex", "sample1_decoded.json"].map(golden);
+    let [reference, objects, decoded] = [0, 1, 2].map(|i| text(&golden[i]));
+    for (path, says) in [
+        ("/dev/zero", &["too large"][..]),
+        (text(folder.path()), &["invalid input: Is a directory"]),
+        (&at("loop"), &["symbolic links"]),
+        (&at("nil"), &["not a handle", "no object in the file", "expected a value"]),
+        (&at("gone"), &["No such file"]),
+    ] {
+        for arguments in [
+            &["get", "--handle", path][..],
+            &["cleanup", path],
+            &["inspect", "--handle", path],
+            &["inspect", "--objects", path, "--ref", reference],
+            &["decode", "--objects", path, "--ref", reference],
+            &["decode", "--objects", objects, "--ref", path],
+            &["encode", "--decoded", path, "--out", "/dev/null"],
+            &["encode", "--decoded", decoded, "--schema", path, "--out", "/dev/null"],
+        ] {
+            let begun = std::time::Instant::now();
+            let ended = run(&[&["rollout"], arguments].concat());
+            assert_eq!(ended.status.code(), Some(1), "{arguments:?}: {ended:?}");
+            assert!(ended.stderr.contains(path), "{arguments:?}: {}", ended.stderr);
+            let is_said = says.iter().any(|part| ended.stderr.contains(part));
+            assert!(is_said, "{arguments:?}: {says:?}: {}", ended.stderr);
+            let took = begun.elapsed();
+            assert!(took < STEP / 6, "{arguments:?}: {took:?}");
+        }
+    }
+}
+
+/// A pipe in a folder of input is nothing that could be waited for.
+#[test]
+fn pipes_among_the_files_of_an_input_are_refused() {
+    for name in ["x.safetensors", "manifest.json", "x.parquet"] {
+        let folder = tempfile::tempdir().unwrap();
+        let real = "../../tests/data/minilm-capture/minilm-0000.safetensors";
+        let real = Path::new(env!("CARGO_MANIFEST_DIR")).join(real);
+        fs::copy(real, folder.path().join("a.safetensors")).unwrap();
+        let pipe = folder.path().join(name);
+        let kind = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, kind, 0o600.into(), 0).unwrap();
+        let mut commands = vec![vec!["rollout", "put", "--input"]];
+        if name != "x.parquet" {
+            commands.push(vec!["pipeline", "--input"]);
+        }
+        for mut arguments in commands {
+            arguments.push(text(folder.path()));
+            let ended = run(&arguments);
+            assert_eq!(ended.status.code(), Some(1), "{arguments:?}: {ended:?}");
+            assert!(
+                ended.stderr.contains("folder=") || ended.stderr.contains(name),
+                "{}",
+                ended.stderr
+            );
+        }
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::{
 
 use clap::Args;
 use featurestore::{
+    files::read_at_most,
     rollout::{Endpoint, FieldReport, inspect_header, payload_checksums},
     server::end_of_life,
 };
@@ -346,7 +347,7 @@ const MAX_HANDLE_BYTES: u64 = 1 << 20;
 
 /// The handle in a file, alone or in the line that put prints.
 fn handle(path: &Path) -> Result<Handle> {
-    let bytes = files::read_at_most(path, MAX_HANDLE_BYTES)?;
+    let bytes = read_at_most("read handle", path, MAX_HANDLE_BYTES)?;
     let parsed: Option<Value> = serde_json::from_slice(&bytes).ok();
     let inner = parsed.as_ref().and_then(|line| line.get("handle"));
     let parsed = match inner {

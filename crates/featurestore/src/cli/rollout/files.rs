@@ -1,13 +1,13 @@
 //! Mooncake's objects in dumps: decode, encode.
 
 use std::{
-    io::Read,
     num::NonZeroU64,
     path::{Path, PathBuf},
     process::ExitCode,
 };
 
 use clap::{Args, ValueEnum};
+use featurestore::files::read_at_most;
 use rollout_codec::{
     Schema, Value,
     commands::{self, EncodeOptions},
@@ -108,9 +108,10 @@ fn hexadecimal(text: &str) -> std::result::Result<u128, String> {
 }
 
 pub(super) fn decode(args: &DecodeArgs) -> Result<ExitCode> {
-    let dumped = args.objects.as_deref().map(dump).transpose()?;
-    let record = match &dumped {
-        Some(dump) => record(args, &dump.objects)?,
+    let record = match &args.objects {
+        Some(file) => {
+            record(args, &dump(file)?.objects).map_err(|e| e.with("objects", file.display()))?
+        }
         None => with_store(&args.transport, |store| record(args, store))?,
     };
     print(&record, args.json)
@@ -229,9 +230,16 @@ pub(super) fn encode(args: &EncodeArgs) -> Result<ExitCode> {
         Some("slime") => Schema::slime(),
         Some("miles") => Schema::miles(),
         Some("slime-mooncake") => Schema::slime_mooncake(),
-        Some(file) => Schema::from_value(&json::parse(&read(Path::new(file))?)?)?,
+        Some(file) => {
+            let file = Path::new(file);
+            let schema = parse(file).and_then(|value| Schema::from_value(&value));
+            schema.map_err(|e| {
+                e.with("schema", file.display())
+                    .remedy("name slime, miles, slime-mooncake, or a file with a schema")
+            })?
+        }
     };
-    let decoded = json::parse(&read(&args.decoded)?)?;
+    let decoded = parse(&args.decoded).map_err(|e| e.with("decoded", args.decoded.display()))?;
     let reference = match &args.out {
         Some(out) => {
             let (mut dump, reference) = commands::encode(&decoded, &options)?;
@@ -255,7 +263,8 @@ pub(super) fn encode(args: &EncodeArgs) -> Result<ExitCode> {
 
 /// Prints what a dump holds.
 pub(super) fn inspect(objects: &Path, file: &Path, json: bool) -> Result<ExitCode> {
-    print(&commands::inspect(&dump(objects)?, &reference(file)?)?, json)
+    let about = commands::inspect(&dump(objects)?, &reference(file)?);
+    print(&about.map_err(|e| e.with("objects", objects.display()))?, json)
 }
 
 fn print(value: &Value, line: bool) -> Result<ExitCode> {
@@ -270,33 +279,29 @@ fn dump(path: &Path) -> Result<Dump> {
             .with("file", path.display())
             .source(e)
     })?;
-    Dump::parse(&text).map_err(|e| e.with("file", path.display()))
+    let dump = Dump::parse(&text).map_err(|e| e.with("file", path.display()))?;
+    if dump.objects.is_empty() {
+        return Err(Error::new(ErrorKind::Corrupt, "read dump", "there is no object in the file")
+            .with("file", path.display())
+            .remedy("name a file that encode --out or a dump of the store wrote"));
+    }
+    Ok(dump)
+}
+
+fn parse(path: &Path) -> Result<Value> {
+    json::parse(&read(path)?)
 }
 
 /// Longest reference that is read: some hundred bytes a field and object.
 const MAX_REFERENCE_BYTES: u64 = 256 << 20;
 
 fn reference(path: &Path) -> Result<Reference> {
-    Reference::parse(&read_at_most(path, MAX_REFERENCE_BYTES)?)
+    Reference::parse(&read_at_most("read reference", path, MAX_REFERENCE_BYTES)?)
         .map_err(|e| e.with("file", path.display()))
 }
 
-pub(super) fn read(path: &Path) -> Result<Vec<u8>> {
-    read_at_most(path, MAX_FILE_BYTES)
-}
-
-/// Reads a file, or a pipe, that is no longer than that; one that does not end is refused too.
-pub(super) fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>> {
-    let failed = |e| Error::io("read file", e).with("file", path.display());
-    let mut content = Vec::new();
-    let file = std::fs::File::open(path).map_err(failed)?;
-    file.take(most.saturating_add(1)).read_to_end(&mut content).map_err(failed)?;
-    if content.len() as u64 > most {
-        return Err(Error::new(ErrorKind::InvalidInput, "read file", "the file is too large")
-            .with("file", path.display())
-            .with("most_bytes", most));
-    }
-    Ok(content)
+fn read(path: &Path) -> Result<Vec<u8>> {
+    read_at_most("read file", path, MAX_FILE_BYTES)
 }
 
 pub(super) fn write(path: &Path, text: &str) -> Result<()> {

@@ -15,7 +15,7 @@ use transport_mooncake_direct::{
 };
 
 use super::Fill;
-use crate::{input::sha256_hex, source::checksum};
+use crate::{manifest::sha256_hex, source::checksum};
 
 /// Batches that are written together at most.
 const TOGETHER: usize = 32;
