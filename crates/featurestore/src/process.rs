@@ -212,6 +212,22 @@ fn ignores_hangup() -> bool {
     ignored.is_some_and(|mask| mask & 1 != 0) // SIGHUP is 1, the lowest bit
 }
 
+/// What keeps another process from doing anything, if the kernel says so.
+pub(crate) fn at_rest(pid: u32) -> Option<&'static str> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+    let Ok(stat) = stat else { return Some("is gone") };
+    // The name before the state is in brackets, and may have any others in it.
+    match stat.rsplit_once(") ")?.1.chars().next()? {
+        'T' | 't' => Some(STOPPED),
+        'D' => Some("waits in the kernel, as for a disk that does not answer"),
+        'Z' | 'X' => Some("has ended"),
+        _ => None,
+    }
+}
+
+/// What [`at_rest`] says of a process that goes on if it is told to.
+pub(crate) const STOPPED: &str = "is stopped, by SIGSTOP or a debugger";
+
 /// Largest resident set of this process so far, in bytes; 0 where the system does not say.
 pub fn peak_rss_bytes() -> u64 {
     let kib =
@@ -232,6 +248,27 @@ mod tests {
     #[test]
     fn this_process_has_some_memory() {
         assert!(peak_rss_bytes() > 100_000);
+    }
+
+    #[test]
+    fn processes_that_do_nothing_are_told_from_others() {
+        use rustix::process::{Pid, Signal, kill_process};
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let id = child.id();
+        let becomes = |expected: Option<&str>| {
+            let until = std::time::Instant::now() + Duration::from_secs(10);
+            while at_rest(id) != expected && std::time::Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(at_rest(id), expected);
+        };
+        becomes(None);
+        kill_process(Pid::from_child(&child), Signal::STOP).unwrap();
+        becomes(Some(STOPPED));
+        child.kill().unwrap();
+        becomes(Some("has ended"));
+        child.wait().unwrap();
+        becomes(Some("is gone"));
     }
 
     #[test]

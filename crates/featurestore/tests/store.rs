@@ -25,6 +25,9 @@ use serde_json::{Value, json};
 /// Longest run of one job.
 const JOB: Duration = Duration::from_secs(180);
 
+/// Longest time until the death of a process is noticed, on a busy machine.
+const NOTICED: Duration = Duration::from_secs(20);
+
 /// The virtual environment with Mooncake's wheel.
 fn environment() -> PathBuf {
     let named = std::env::var_os("FEATURESTORE_MOONCAKE_VENV").map(PathBuf::from);
@@ -171,7 +174,7 @@ fn the_main_job_runs_through_the_c_library() {
 fn what_was_started_ends_with_the_job_however_it_ends() {
     let long = [&SMALL[..], &["--samples", "100000", "--json"]].concat();
     let is = |pid: &u32, what| arguments(*pid).contains(what);
-    for how in ["SIGTERM", "SIGINT", "a server", "the master"] {
+    for how in ["SIGTERM", "SIGINT", "a server", "the master", "a stopped master"] {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let process = Process::start(over_store(&long, "managed", folder.path()));
         let mut seen = Vec::new();
@@ -181,24 +184,33 @@ fn what_was_started_ends_with_the_job_however_it_ends() {
         });
         std::thread::sleep(Duration::from_millis(500)); // samples are on their way
         let victim = |what| *seen.iter().find(|pid| is(pid, what)).expect("it runs");
-        let kill = |pid: u32| {
+        let send = |pid: u32, signal| {
             let pid = rustix::process::Pid::from_raw(pid as i32).expect("not 0");
-            rustix::process::kill_process(pid, Signal::KILL).expect("it runs");
+            rustix::process::kill_process(pid, signal).expect("it runs");
         };
+        let (master, server) = (victim("mooncake_master"), victim("capture-server"));
         match how {
             "SIGTERM" => process.signal(Signal::TERM),
             "SIGINT" => process.signal(Signal::INT),
-            "a server" => kill(victim("capture-server")),
-            _ => kill(victim("mooncake_master")),
+            "a server" => send(server, Signal::KILL),
+            "the master" => send(master, Signal::KILL),
+            _ => {
+                send(master, Signal::STOP);
+                std::thread::sleep(Duration::from_secs(4)); // it is told, and others wait still
+                process.signal(Signal::TERM);
+            }
         }
-        let ended = process.end(JOB);
+        let ended = process.end(if how == "the master" { NOTICED } else { JOB });
         assert_eq!(ended.status.code(), Some(1), "{how}: {}", ended.stderr);
         let named = match how {
-            "a server" => "capture server",
-            "the master" => "mooncake_master",
-            signal => signal,
+            "a server" => format!("(pid {server}) died: signal: 9"),
+            "the master" => format!("gone: mooncake_master (pid {master}) died: signal: 9"),
+            "a stopped master" => {
+                format!("featurestore: mooncake_master (pid {master}) is stopped")
+            }
+            signal => signal.to_owned(),
         };
-        assert!(ended.stderr.contains(named), "{how}: {}", ended.stderr);
+        assert!(ended.stderr.contains(&named), "{how}: {named}: {}", ended.stderr);
         eventually("all it started has ended", || {
             seen.iter().all(|child| parent(*child).is_none())
         });

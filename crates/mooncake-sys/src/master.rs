@@ -7,6 +7,7 @@ use std::{
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
+    sync::{Arc, OnceLock},
     thread,
     time::{Duration, Instant},
 };
@@ -112,6 +113,7 @@ pub struct ManagedMaster {
     pid: u32,
     stop: Sender<()>,
     ended: Receiver<()>,
+    status: Arc<OnceLock<ExitStatus>>,
 }
 
 impl ManagedMaster {
@@ -164,10 +166,12 @@ impl ManagedMaster {
         let (stop, stopped) = bounded(1);
         let (ended_tell, ended) = bounded(0);
         let (started_tell, started) = bounded(1);
+        let status = Arc::new(OnceLock::new());
+        let kept = status.clone();
         // The signal above comes when the starting *thread* ends, so one thread stays with it.
         thread::Builder::new()
             .name("mooncake-master".into())
-            .spawn(move || keep(command, &started_tell, &stopped, ended_tell))
+            .spawn(move || keep(command, &started_tell, &stopped, ended_tell, &kept))
             .map_err(|e| Error::io(START, e))?;
         let spawned = started.recv().map_err(|_| {
             Error::new(ErrorKind::Unexpected, START, "the thread that starts it ended")
@@ -179,7 +183,7 @@ impl ManagedMaster {
         })?;
         let at = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let admin = Admin::at(at(metrics));
-        let master = Self { address: at(rpc), admin, pid, stop, ended };
+        let master = Self { address: at(rpc), admin, pid, stop, ended, status };
         master.wait_ready(options.startup)?; // dropped on failure, which ends the process
         Ok(master)
     }
@@ -216,6 +220,11 @@ impl ManagedMaster {
     /// Its process.
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// How it ended, if it has ended by itself; that is known after a tenth of a second.
+    pub fn exit_status(&self) -> Option<ExitStatus> {
+        self.status.get().copied()
     }
 
     /// Where it answers questions about itself.
@@ -306,6 +315,7 @@ fn keep(
     started: &Sender<std::io::Result<u32>>,
     stop: &Receiver<()>,
     _ended: Sender<()>, // closes when this returns
+    own: &OnceLock<ExitStatus>,
 ) {
     let mut child = match command.spawn() {
         Ok(child) => child,
@@ -319,6 +329,7 @@ fn keep(
     while stop.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
         if let Ok(Some(status)) = child.try_wait() {
             tracing::warn!(%status, "mooncake_master ended by itself");
+            let _ = own.set(status); // it ends once
             return;
         }
     }

@@ -1,6 +1,10 @@
 //! The processes that the pipeline starts. Each ends with its guard, and with this process.
 
-use std::{process::Stdio, time::Duration};
+use std::{
+    os::unix::process::ExitStatusExt,
+    process::{ExitStatus, Stdio},
+    time::Duration,
+};
 
 use serde_json::Value;
 use tokio::{
@@ -20,6 +24,7 @@ use super::{
 use crate::{
     choose::Choice,
     config::{MooncakeConfig, TransportChoice},
+    process::at_rest,
 };
 
 /// How long a process may take to get ready.
@@ -28,6 +33,9 @@ const START: Duration = Duration::from_secs(30);
 const START_PER_GIB: Duration = Duration::from_secs(4);
 /// How long a process may take to end after it was asked to.
 const STOP: Duration = Duration::from_secs(15);
+
+/// SIGKILL, which is also what the system sends where memory is short.
+const KILLED: i32 = 9;
 
 /// Address of a server's listeners.
 const ANY_PORT: &str = "127.0.0.1:0";
@@ -57,6 +65,30 @@ fn command(options: &Options, mooncake: &MooncakeConfig, subcommand: &str) -> Re
 
 fn lost(what: &str, why: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::PeerGone, "run pipeline", format!("{what} {why}"))
+}
+
+/// The error for a process that has not done something in time.
+fn late(what: &str, child: &Child, why: impl std::fmt::Display) -> Error {
+    match child.id().and_then(at_rest) {
+        Some(state) => lost(what, format_args!("{why}: it {state}")),
+        None => lost(what, why),
+    }
+}
+
+/// The error for a process that has ended, and should not have.
+pub(super) fn died(what: &str, status: std::io::Result<ExitStatus>) -> Error {
+    let error = match &status {
+        Ok(status) => lost(what, format_args!("died: {status}")),
+        Err(error) => lost(what, format_args!("died: {error}")),
+    };
+    match status.ok().and_then(|status| status.signal()) {
+        Some(KILLED) => error.remedy(
+            "if nobody killed it, the system had no memory left (dmesg tells): use less, by \
+             --arena or --pool",
+        ),
+        Some(_) => error,
+        None => error.remedy("its own message is above"),
+    }
 }
 
 /// A capture server of this run.
@@ -164,7 +196,10 @@ impl Server {
                 return Err(lost(&self.name, format_args!("ended before it was ready{status}"))
                     .remedy("its own message is above"));
             }
-            Err(_) => return Err(lost(&self.name, format_args!("was not ready within {bound:?}"))),
+            Err(_) => {
+                let why = format_args!("was not ready within {bound:?}");
+                return Err(late(&self.name, &self.child, why));
+            }
         };
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         let ready: Value = serde_json::from_str(&line)
@@ -180,7 +215,9 @@ impl Server {
     /// What the server measures of itself.
     pub(super) async fn health(&self) -> Result<ServerReport> {
         let url = format!("http://{}/health", self.http);
-        let fail = |e: reqwest::Error| lost(&self.name, "did not answer GET /health").source(e);
+        let fail = |e: reqwest::Error| {
+            late(&self.name, &self.child, "did not answer GET /health").source(e)
+        };
         let answer = self.client.get(url).timeout(STOP).send().await.map_err(fail)?;
         let mut report: ServerReport = answer.json().await.map_err(fail)?;
         report.registrations_while_running = report.registrations - self.registrations;
@@ -189,9 +226,12 @@ impl Server {
 
     /// Completes when the process ends, which it should not.
     pub(super) async fn died(&mut self) -> Error {
-        let status = self.child.wait().await;
-        let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
-        lost(&self.name, format_args!("died: {status}"))
+        died(&self.name, self.child.wait().await)
+    }
+
+    /// What keeps the process from doing anything, if the kernel says so.
+    pub(super) fn at_rest(&self) -> Option<&'static str> {
+        self.child.id().and_then(at_rest)
     }
 
     /// Asks the server to end and waits for it.
@@ -201,7 +241,10 @@ impl Server {
             Ok(Ok(status)) if status.success() => Ok(()),
             Ok(Ok(status)) => Err(lost(&self.name, format_args!("ended badly: {status}"))),
             Ok(Err(error)) => Err(Error::io("stop capture server", error)),
-            Err(_) => Err(lost(&self.name, format_args!("did not end within {STOP:?}; killed"))),
+            Err(_) => {
+                let why = format_args!("did not end within {STOP:?}, and is killed");
+                Err(late(&self.name, &self.child, why))
+            }
         }
     }
 }
@@ -241,8 +284,10 @@ impl Trainer {
         let mut line = serde_json::to_vec(start).expect("plain data");
         line.push(b'\n');
         stdin.write_all(&line).await.map_err(|e| lost(&name, "is gone").source(e))?;
-        let ready = timeout(START, events.next()).await;
-        match ready.map_err(|_| lost(&name, format_args!("was not ready within {START:?}")))?? {
+        let Ok(ready) = timeout(START, events.next()).await else {
+            return Err(late(&name, &child, format_args!("was not ready within {START:?}")));
+        };
+        match ready? {
             Some(Event::Ready { client, choice, views }) => {
                 let client = client.parse()?;
                 Ok(Self { name, client, choice, views, child, stdin, events })
@@ -277,6 +322,6 @@ pub(super) async fn reap(child: &mut Child, what: &str) -> Result<()> {
         Ok(Ok(status)) if status.success() => Ok(()),
         Ok(Ok(status)) => Err(lost(what, format_args!("ended badly: {status}"))),
         Ok(Err(error)) => Err(Error::io("stop process", error)),
-        Err(_) => Err(lost(what, format_args!("did not end within {STOP:?}"))),
+        Err(_) => Err(late(what, child, format_args!("did not end within {STOP:?}"))),
     }
 }

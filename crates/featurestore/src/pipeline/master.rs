@@ -1,16 +1,20 @@
 //! The store's master of a run: one of its own, or one that runs already.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use mooncake_sys::master::{Admin, ManagedMaster, MasterOptions};
 use transport_core::{Error, ErrorKind, Result};
 
-use super::{Options, report::MooncakeReport};
+use super::{Options, blame, children, producer::QUIET, report::MooncakeReport};
 use crate::{
     choose,
     config::{Master, MooncakeConfig, TransportChoice},
     mooncake,
+    process::{STOPPED, at_rest, note},
 };
+
+/// Pause between two looks at whether the master runs.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// The store of a run. A master of its own ends when this is dropped.
 #[derive(Debug)]
@@ -79,8 +83,33 @@ impl Store {
         }))
     }
 
-    /// Adds to an error where the master's log is.
-    pub(super) fn explain(&self, error: Error) -> Error {
+    /// Completes when a master of its own ends, which it should not.
+    pub(super) async fn died(&self) -> Error {
+        let Some(master) = &self.master else { return std::future::pending().await };
+        let mut stopped = 0;
+        loop {
+            if let Some(status) = master.exit_status() {
+                return children::died(&name(master), Ok(status));
+            }
+            stopped = if at_rest(master.pid()) == Some(STOPPED) { stopped + 1 } else { 0 };
+            if stopped * LOOK == QUIET {
+                note(format_args!("featurestore: {} {STOPPED}", name(master)));
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    /// The error to end with: `error`, unless it comes of a master of its own that has died or is
+    /// stopped; and where the master's log is.
+    pub(super) async fn explain(&self, error: Error) -> Error {
+        let Some(master) = &self.master else { return error };
+        let error = match tokio::time::timeout(blame::SOON, self.died()).await {
+            Ok(dead) => blame::because(dead, &error),
+            Err(_) => match at_rest(master.pid()) {
+                Some(STOPPED) => blame::because(blame::stopped(&name(master), STOPPED), &error),
+                _ => error,
+            },
+        };
         match &self.log.0 {
             Some(path) => error.with("mooncake_log", path.display()),
             None => error,
@@ -105,12 +134,16 @@ impl Drop for Log {
         if let Some(path) = &self.0
             && path.exists()
         {
-            crate::process::note(format_args!(
+            note(format_args!(
                 "featurestore: the log of mooncake_master is kept: {}",
                 path.display()
             ));
         }
     }
+}
+
+fn name(master: &ManagedMaster) -> String {
+    format!("mooncake_master (pid {})", master.pid())
 }
 
 fn panicked(error: tokio::task::JoinError) -> Error {

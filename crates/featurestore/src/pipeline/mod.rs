@@ -5,6 +5,7 @@
 //! trainer reads, and ends everything that it started, also when something fails. Producer and
 //! trainer are the library's: [`crate::producer`], [`crate::consumer`], [`crate::ack`].
 
+mod blame;
 mod children;
 #[cfg_attr(not(feature = "store"), path = "master/absent.rs")]
 mod master;
@@ -172,9 +173,13 @@ async fn job(options: &Options) -> Result<Report> {
         check_ledger(path, plan.run_id()).map_err(|e| e.with("ledger", path.display()))?;
     }
     let store = Store::of(options).await?;
-    match job_over(options, plan, &store).await {
+    let outcome = tokio::select! {
+        outcome = job_over(options, plan, &store) => outcome,
+        dead = store.died() => Err(dead),
+    };
+    match outcome {
         Ok(report) => store.stop().await.map(|()| report),
-        Err(error) => Err(store.explain(error)),
+        Err(error) => Err(store.explain(error).await),
     }
 }
 
@@ -247,7 +252,14 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         ledger,
         input: options.input.as_ref().map(absolute).transpose()?,
     };
-    let trainer = Trainer::start(options, &store.config, &start, &folder).await?;
+    let started = tokio::select! {
+        started = Trainer::start(options, &store.config, &start, &folder) => started,
+        dead = blame::any_death(&mut servers) => return Err(dead),
+    };
+    let trainer = match started {
+        Ok(trainer) => trainer,
+        Err(error) => return Err(blame::of(error, &mut servers, None).await),
+    };
     let progress = Arc::new(Progress::new(options, plan.len(), &trainer));
     let outcome =
         producer::run(options, &mut servers, trainer, &plan, folder.path(), &progress).await;

@@ -17,8 +17,8 @@ use transport_core::{
 use transport_mooncake_direct::{DirectTransport, Engine};
 
 use super::{
-    Options,
-    children::{Events, Server, Trainer, reap},
+    Options, blame,
+    children::{Events, Server, Trainer, died, reap},
     messages::{Event, Totals},
     plan::Plan,
     preset,
@@ -29,6 +29,7 @@ use crate::{
     flow::Watermarks,
     layout::{Layout, Strategy},
     lifecycle::{Retention, Samples},
+    process::note,
     producer::{
         Batching, CaptureClient, CaptureOptions, Endpoints, Produced, Producer, ProducerOptions,
         Prompts, Task,
@@ -41,6 +42,8 @@ const AHEAD: u64 = 4096;
 const REQUEST: Duration = Duration::from_secs(300);
 /// Pause between two looks at what the trainer has acknowledged.
 const POLL: Duration = Duration::from_millis(2);
+/// Without any progress for this long, a process that is stopped is named.
+pub(super) const QUIET: Duration = Duration::from_secs(2);
 /// Without any progress for this long, the run is given up.
 const STALL: Duration = Duration::from_secs(120);
 
@@ -72,30 +75,49 @@ pub(super) async fn run(
     let start = Instant::now();
     let mut producing = Box::pin(producer.run(prompts));
     let (mut produced, mut totals) = (None, None);
+    let mut is_told = false;
     while produced.is_none() || totals.is_none() {
-        let deaths = any_death(servers);
-        let stall = progress.counts().news + STALL;
-        tokio::select! {
+        let news = progress.counts().news;
+        is_told &= news.elapsed() >= QUIET;
+        let look = news + if is_told { STALL } else { QUIET };
+        let error = tokio::select! {
             outcome = &mut producing, if produced.is_none() => match outcome {
-                Ok(outcome) => produced = Some(outcome),
-                // A trainer that failed says why in words of its own.
-                Err(error) => return Err(last_words(&mut events, &name).await.unwrap_or(error)),
-            },
-            event = events.next(), if totals.is_none() => match event? {
-                Some(Event::Verified { bytes }) => progress.verified(bytes),
-                Some(Event::Acked { samples }) => progress.acked(samples),
-                Some(Event::Done(done)) => totals = Some(*done),
-                Some(Event::Failed { error }) => return Err(failed(&name, &error)),
-                Some(Event::Ready { .. }) => {}
-                None => return Err(trainer_gone(&mut child, &name).await),
-            },
-            dead = deaths => return Err(dead),
-            () = tokio::time::sleep_until(stall.into()) => {
-                if progress.counts().news.elapsed() >= STALL {
-                    return Err(stalled(&progress.counts()));
+                Ok(outcome) => {
+                    produced = Some(outcome);
+                    continue;
                 }
+                // A trainer that failed says why in words of its own.
+                Err(error) => last_words(&mut events, &name).await.unwrap_or(error),
+            },
+            event = events.next(), if totals.is_none() => match event {
+                Ok(Some(Event::Failed { error })) => failed(&name, &error),
+                Ok(Some(event)) => {
+                    match event {
+                        Event::Verified { bytes } => progress.verified(bytes),
+                        Event::Acked { samples } => progress.acked(samples),
+                        Event::Done(done) => totals = Some(*done),
+                        Event::Ready { .. } | Event::Failed { .. } => {}
+                    }
+                    continue;
+                }
+                Ok(None) => trainer_gone(&mut child, &name).await,
+                Err(error) => error,
+            },
+            dead = blame::any_death(servers) => return Err(dead),
+            () = tokio::time::sleep_until(look.into()) => {
+                let counts = progress.counts();
+                let resting = blame::at_rest(servers, Some((&child, &name)));
+                if counts.news.elapsed() < STALL {
+                    for (name, state) in resting.iter().filter(|_| !is_told) {
+                        note(format_args!("featurestore: no progress: {name} {state}"));
+                    }
+                    is_told |= counts.news.elapsed() >= QUIET;
+                    continue;
+                }
+                return Err(stalled(&counts, &resting));
             }
-        }
+        };
+        return Err(blame::of(error, servers, Some((&mut child, &name))).await);
     }
     drop(stdin); // so far it told the trainer that this process lives
     reap(&mut child, &name).await?;
@@ -195,20 +217,6 @@ impl Prompts for Planned {
     }
 }
 
-/// Completes when any of the servers dies.
-async fn any_death(servers: &mut [Server]) -> Error {
-    let mut deaths: Vec<_> = servers.iter_mut().map(|s| Box::pin(s.died())).collect();
-    std::future::poll_fn(|context| {
-        for death in &mut deaths {
-            if let std::task::Poll::Ready(error) = death.as_mut().poll(context) {
-                return std::task::Poll::Ready(error);
-            }
-        }
-        std::task::Poll::Pending
-    })
-    .await
-}
-
 fn failed(name: &str, why: &str) -> Error {
     Error::new(ErrorKind::PeerGone, "run pipeline", format!("{name} failed: {why}"))
 }
@@ -225,13 +233,16 @@ async fn last_words(events: &mut Events, name: &str) -> Option<Error> {
 }
 
 async fn trainer_gone(trainer: &mut Child, name: &str) -> Error {
-    let status = tokio::time::timeout(Duration::from_secs(5), trainer.wait()).await;
-    let status = status.ok().and_then(Result::ok).map_or("unknown".into(), |s| s.to_string());
-    Error::new(ErrorKind::PeerGone, "run pipeline", format!("{name} died: {status}"))
+    match tokio::time::timeout(Duration::from_secs(5), trainer.wait()).await {
+        Ok(status) => died(name, status),
+        Err(_) => failed(name, "its output ended"),
+    }
 }
 
-fn stalled(counts: &Counts) -> Error {
-    Error::new(ErrorKind::Timeout, "run pipeline", "no progress")
+fn stalled(counts: &Counts, resting: &[blame::Resting]) -> Error {
+    let why = resting.iter().map(|(name, state)| format!(": {name} {state}"));
+    let why = format!("no progress{}", why.collect::<String>());
+    Error::new(ErrorKind::Timeout, "run pipeline", why)
         .with("for", format_args!("{STALL:?}"))
         .with("captured", counts.captured)
         .with("verified", counts.verified)

@@ -1,9 +1,6 @@
 //! Processes of the main job die: what is left is ended, in time, with the culprit's name.
 
-use std::{
-    process::Stdio,
-    time::{Duration, Instant},
-};
+use std::{process::Stdio, time::Duration};
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -46,8 +43,12 @@ fn pid(raw: u32) -> Pid {
 }
 
 fn kill(of: &[u32], with: &str) -> u32 {
+    signal(of, with, Signal::KILL)
+}
+
+fn signal(of: &[u32], with: &str, signal: Signal) -> u32 {
     let victim = *of.iter().find(|&&pid| arguments(pid).contains(with)).expect("such a child");
-    kill_process(pid(victim), Signal::KILL).expect("the child runs");
+    kill_process(pid(victim), signal).expect("the child runs");
     victim
 }
 
@@ -59,16 +60,12 @@ fn all_gone(children: &[u32]) {
 fn a_killed_server_ends_the_job_by_name() {
     let (job, children) = long_job();
     let victim = kill(&children, " capture-server");
-    let start = Instant::now();
     let ended = job.end(BOUND);
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
-    assert!(
-        ended.stderr.contains("capture server"),
-        "{} after {:?}",
-        ended.stderr,
-        start.elapsed()
-    );
-    assert!(ended.stderr.contains(&victim.to_string()), "names pid {victim}: {}", ended.stderr);
+    let line = ended.stderr.lines().last().expect("an error");
+    let named = format!("(pid {victim}) died: signal: 9");
+    let begins = "featurestore: run pipeline: peer gone: capture server ";
+    assert!(line.starts_with(begins) && line.contains(&named), "{named}: {line}");
     assert_eq!(ended.stdout, "", "no report of a job that failed");
     all_gone(&children);
 }
@@ -79,7 +76,7 @@ fn a_killed_trainer_ends_the_job_by_name() {
     let victim = kill(&children, " trainer");
     let ended = job.end(BOUND);
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
-    let named = format!("the trainer (pid {victim})");
+    let named = format!("peer gone: the trainer (pid {victim}) died: signal: 9");
     assert!(ended.stderr.contains(&named), "{}", ended.stderr);
     all_gone(&children);
 }
@@ -117,6 +114,22 @@ fn a_stopped_trainer_does_not_make_memory_grow() {
     assert!(grown < 8 << 20, "{grown} bytes in 2 s: results pile up in the producer");
     let ended = job.end(BOUND);
     assert_eq!(ended.status.code(), Some(1));
+    let named = format!("no progress: the trainer (pid {trainer}) is stopped");
+    assert!(ended.stderr.contains(&named), "{named}: {}", ended.stderr);
+    all_gone(&children);
+}
+
+#[test]
+fn a_stopped_server_is_named_before_anybody_gives_up() {
+    let (job, children) = long_job();
+    let victim = signal(&children, " capture-server", Signal::STOP);
+    std::thread::sleep(Duration::from_secs(4));
+    job.signal(Signal::TERM);
+    let ended = job.end(BOUND);
+    let named = format!("(pid {victim}) is stopped");
+    let line = ended.stderr.lines().find(|line| line.contains(&named));
+    let line = line.unwrap_or_else(|| panic!("{named}: {}", ended.stderr));
+    assert!(line.contains("no progress: capture server "), "{line}");
     all_gone(&children);
 }
 

@@ -26,7 +26,11 @@ impl Store {
         Ok(None)
     }
 
-    pub(super) fn explain(&self, error: Error) -> Error {
+    pub(super) async fn died(&self) -> Error {
+        std::future::pending().await
+    }
+
+    pub(super) async fn explain(&self, error: Error) -> Error {
         error
     }
 
