@@ -424,6 +424,14 @@ fn mistakes_are_named() {
     let ended = run(&put);
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("outlives its producer"), "{}", ended.stderr);
+    let gone = folder.path().join("mistyped/folder");
+    let put = ["rollout", "put", "--payload", "text:1MiB", "--share", text(&gone)];
+    for arguments in [&put[..], &["rollout", "sweep", "--journal", text(&gone)]] {
+        let ended = run(arguments);
+        assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+        assert!(ended.stderr.contains(text(&gone)), "{}", ended.stderr);
+        assert!(!gone.parent().expect("it has one").exists(), "{arguments:?}: nothing is made");
+    }
     let file = folder.path().join("handle.json");
     fs::write(&file, "{}").unwrap();
     let ended = run(&["rollout", "get", "--handle", text(&file)]);

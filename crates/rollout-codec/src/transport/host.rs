@@ -37,7 +37,8 @@ const MAX_BYTES: u64 = 1 << 20;
 pub struct HostShare(Arc<PathBuf>);
 
 impl HostShare {
-    /// Uses `folder`, which is made for this user alone, and refuses one that others can write.
+    /// Uses `folder`, which is made for this user alone, in a folder that exists; refuses one that
+    /// others can write.
     pub fn new(folder: impl Into<PathBuf>) -> Result<Self> {
         folder::private(folder.into(), OPERATION).map(|folder| Self(Arc::new(folder)))
     }

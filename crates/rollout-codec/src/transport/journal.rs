@@ -52,7 +52,8 @@ pub(super) struct Abandoned {
 }
 
 impl Journal {
-    /// Uses `folder`, which is made for this user alone, and refuses one that others can write.
+    /// Uses `folder`, which is made for this user alone, in a folder that exists; refuses one that
+    /// others can write.
     pub fn new(folder: impl Into<PathBuf>) -> Result<Self> {
         folder::private(folder.into(), OPERATION).map(|folder| Self(Arc::new(folder)))
     }

@@ -247,6 +247,12 @@ pub(super) fn cleanup(args: &CleanupArgs) -> Result<ExitCode> {
 
 pub(super) fn sweep(args: &SweepArgs) -> Result<ExitCode> {
     let mut options = args.transport.options(None)?;
+    // Producers make the folder; one that nobody made is a mistyped one.
+    args.journal.read_dir().map_err(|e| {
+        Error::io("sweep", e)
+            .with("journal", args.journal.display())
+            .remedy("name the folder that producers were given as --journal")
+    })?;
     options.journal = Some(args.journal.clone());
     prepare(&options)?;
     let swept: Result<Vec<String>> = runtime(2, 8)?.block_on(async {
