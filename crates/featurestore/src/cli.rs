@@ -15,7 +15,7 @@ use featurestore::{
     config::Problems,
     input::Folder,
     pipeline::{self, Options, Preset},
-    process::{Notes, PRINT, note, say},
+    process::{Notes, PRINT, note, say, survive_file_limits},
     server::{CaptureServer, end_of_life},
     source::Source,
     workload::Model,
@@ -229,6 +229,9 @@ pub(crate) fn run() -> ExitCode {
         .with_writer(Notes::default)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
+    if let Err(error) = survive_file_limits() {
+        tracing::debug!(%error, "files that grow beyond their limit will end this process");
+    }
     let outcome = match cli.command {
         Command::Pipeline(args) => pipeline(&args),
         Command::Doctor(args) => doctor::run(&args),
@@ -313,8 +316,8 @@ const BROKEN_PIPE: u8 = 128 + 13;
 fn trainer(file: Option<&std::path::Path>, folder: PathBuf) -> Result<ExitCode> {
     let config = Config::from_settings(&layered(file)?)?;
     mooncake::prepare(config.transport, &config.mooncake)?;
-    runtime(1, 4)?.block_on(pipeline::trainer::run(config, folder))?;
-    Ok(ExitCode::SUCCESS)
+    let trained = runtime(1, 4)?.block_on(pipeline::trainer::run(config, folder))?;
+    Ok(if trained { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn capture_server(args: &ServerArgs) -> Result<ExitCode> {

@@ -7,6 +7,7 @@ mod mooncake;
 mod problems;
 #[cfg(feature = "cli")]
 mod server;
+mod text;
 mod trainer;
 mod value;
 
@@ -20,12 +21,12 @@ pub use mooncake::{Master, MooncakeConfig, StoreReads};
 pub use problems::Problems;
 #[cfg(feature = "cli")]
 pub use server::{ArenaKind, ServerConfig};
+use text::of_yaml;
+pub(crate) use text::{read_file, toml_table};
 pub use trainer::{Config, TransportChoice};
 pub use value::duration;
 pub(crate) use value::suggestion;
 use value::{fold, nearest};
-
-use crate::files::read_at_most;
 
 /// One setting: its names and what it means.
 #[derive(Debug)]
@@ -194,11 +195,7 @@ impl Settings {
 
     /// Adds TOML text below what is there already.
     pub fn text(&mut self, text: &str) -> Result<()> {
-        let table: toml::Table = toml::from_str(text).map_err(|e| {
-            Error::new(ErrorKind::ConfigInvalid, "read configuration", e.message().to_owned())
-                .with("at_byte", e.span().map_or(0, |s| s.start))
-        })?;
-        self.table(table)
+        self.table(toml_table(text)?)
     }
 
     fn table(&mut self, table: toml::Table) -> Result<()> {
@@ -335,32 +332,6 @@ impl fmt::Debug for Settings {
         let shown = self.effective().map(|(known, value, source)| (known.name, (value, source)));
         f.debug_map().entries(shown).finish()
     }
-}
-
-#[cfg(feature = "lifecycle")]
-fn of_yaml(text: &str) -> Result<toml::Table> {
-    crate::launch::Syntax::Yaml.table(text)
-}
-
-#[cfg(not(feature = "lifecycle"))]
-fn of_yaml(_: &str) -> Result<toml::Table> {
-    let why = "this build reads no YAML";
-    Err(Error::new(ErrorKind::Unsupported, "read configuration", why)
-        .remedy("write TOML, or build with --features lifecycle"))
-}
-
-/// Longest file of settings.
-const MAX_FILE: u64 = 1 << 20;
-
-/// The text of a file of settings.
-pub(crate) fn read_file(path: &Path) -> Result<String> {
-    let bytes = read_at_most("read configuration", path, MAX_FILE)?;
-    String::from_utf8(bytes).map_err(|e| {
-        Error::new(ErrorKind::ConfigInvalid, "read configuration", "the file is not UTF-8")
-            .with("file", path.display())
-            .with("at_byte", e.utf8_error().valid_up_to())
-            .source(e)
-    })
 }
 
 /// The known key of that name, blanks and case aside, `-` and `_` alike.

@@ -200,6 +200,18 @@ fn hear() -> Result<watch::Receiver<Seen>> {
     Ok(seen)
 }
 
+/// From now on a write beyond the limit on files' sizes is an error, as one to a full disk is. The
+/// system would end the process, without a word.
+pub fn survive_file_limits() -> Result<()> {
+    let fail = |e| Error::io("handle signals", e);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build();
+    let runtime = runtime.map_err(fail)?;
+    let _entered = runtime.enter();
+    // Nobody listens: that somebody could is enough.
+    let exceeded = rustix::process::Signal::XFSZ.as_raw();
+    signal(SignalKind::from_raw(exceeded)).map(drop).map_err(fail)
+}
+
 async fn hang_up(signal: &mut Option<Signal>) {
     match signal {
         Some(signal) => drop(signal.recv().await),

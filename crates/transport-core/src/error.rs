@@ -171,10 +171,13 @@ impl Error {
         Self::new(kind, operation, error.to_string()).source(error)
     }
 
-    /// Adds a named offender, such as `key`, `expected` or `found`.
+    /// Adds a named offender, such as `key`, `expected` or `found`; once, whoever else names it too.
     #[must_use]
     pub fn with(mut self, name: &'static str, value: impl fmt::Display) -> Self {
-        self.0.context.push((name, value.to_string()));
+        let pair = (name, value.to_string());
+        if !self.0.context.contains(&pair) {
+            self.0.context.push(pair);
+        }
         self
     }
 
@@ -284,6 +287,13 @@ mod tests {
         }
         assert_eq!(error.context("found"), Some("4"));
         assert!(!error.is_temporary());
+    }
+
+    #[test]
+    fn an_offender_is_named_once() {
+        let error = Error::new(ErrorKind::NotFound, "open", "gone").with("file", "a");
+        let error = error.with("file", "a").with("file", "b");
+        assert_eq!(error.to_string(), "open: not found: gone (file=a, file=b)");
     }
 
     #[test]

@@ -111,6 +111,10 @@ impl Ledger {
     }
 
     fn open_at(path: &Path, run: &str, options: LedgerOptions) -> Result<Self> {
+        if path.is_dir() {
+            return Err(Error::new(ErrorKind::InvalidInput, "ledger", "that is a folder")
+                .remedy("name a file in it"));
+        }
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
             | OpenFlags::SQLITE_OPEN_CREATE
             | OpenFlags::SQLITE_OPEN_NO_MUTEX;
@@ -445,7 +449,11 @@ impl Ledger {
             transaction.commit()
         };
         observer.at(Point::BeforeCommit);
-        attempt().map_err(failed(operation))?;
+        let named = |e: Error| match self.connection.path() {
+            Some(path) => e.with("ledger", path),
+            None => e,
+        };
+        attempt().map_err(failed(operation)).map_err(named)?;
         self.freed.clear();
         observer.at(Point::AfterCommit);
         Ok(())

@@ -77,9 +77,13 @@ fn late(what: &str, child: &Child, why: impl std::fmt::Display) -> Error {
 
 /// The error for a process that has ended, and should not have.
 pub(super) fn died(what: &str, status: std::io::Result<ExitStatus>) -> Error {
+    ended(what, "died", status)
+}
+
+fn ended(what: &str, how: &str, status: std::io::Result<ExitStatus>) -> Error {
     let error = match &status {
-        Ok(status) => lost(what, format_args!("died: {status}")),
-        Err(error) => lost(what, format_args!("died: {error}")),
+        Ok(status) => lost(what, format_args!("{how}: {status}")),
+        Err(error) => lost(what, format_args!("{how}: {error}")),
     };
     match status.ok().and_then(|status| status.signal()) {
         Some(KILLED) => error.remedy(
@@ -88,6 +92,15 @@ pub(super) fn died(what: &str, status: std::io::Result<ExitStatus>) -> Error {
         ),
         Some(_) => error,
         None => error.remedy("its own message is above"),
+    }
+}
+
+/// The error for a process that has closed its output before it was ready.
+async fn unready(what: &str, child: &mut Child) -> Error {
+    const HOW: &str = "ended before it was ready";
+    match timeout(STOP, child.wait()).await {
+        Ok(status) => ended(what, HOW, status),
+        Err(_) => late(what, child, "closed its output before it was ready"),
     }
 }
 
@@ -189,13 +202,7 @@ impl Server {
         let bound = self.bound;
         let line = match timeout(bound, lines.next_line()).await {
             Ok(Ok(Some(line))) => line,
-            Ok(_) => {
-                let status = timeout(STOP, self.child.wait()).await;
-                let status =
-                    status.ok().and_then(Result::ok).map_or_else(String::new, |s| format!(": {s}"));
-                return Err(lost(&self.name, format_args!("ended before it was ready{status}"))
-                    .remedy("its own message is above"));
-            }
+            Ok(_) => return Err(unready(&self.name, &mut self.child).await),
             Err(_) => {
                 let why = format_args!("was not ready within {bound:?}");
                 return Err(late(&self.name, &self.child, why));
@@ -294,7 +301,7 @@ impl Trainer {
             }
             Some(Event::Failed { error }) => Err(lost(&name, format_args!("failed: {error}"))),
             Some(other) => Err(lost(&name, format_args!("began with {other:?}"))),
-            None => Err(lost(&name, "ended before it was ready").remedy("its message is above")),
+            None => Err(unready(&name, &mut child).await),
         }
     }
 }

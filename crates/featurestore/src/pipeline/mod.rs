@@ -169,6 +169,7 @@ pub async fn run(options: &Options) -> Result<Report> {
 async fn job(options: &Options) -> Result<Report> {
     let plan = Plan::new(options)?;
     plan.check(options)?;
+    check_built(options.transport)?;
     if let Some(path) = &options.ledger {
         check_ledger(path, plan.run_id()).map_err(|e| e.with("ledger", path.display()))?;
     }
@@ -181,6 +182,22 @@ async fn job(options: &Options) -> Result<Report> {
         Ok(report) => store.stop().await.map(|()| report),
         Err(error) => Err(store.explain(error).await),
     }
+}
+
+/// Refuses a transport that servers or trainer could only refuse each.
+fn check_built(transport: TransportChoice) -> Result<()> {
+    let mooncake = cfg!(any(feature = "mooncake", feature = "mooncake-python"));
+    let remedy = match transport {
+        TransportChoice::Store | TransportChoice::Mooncake if !mooncake => {
+            "build with --features mooncake-python for Mooncake's wheel, or mooncake for a C library"
+        }
+        of_devices if of_devices.is_of_devices() && !cfg!(feature = "cuda") => {
+            "build with --features cuda"
+        }
+        _ => return Ok(()),
+    };
+    let error = Error::new(ErrorKind::Unsupported, "run pipeline", "built without this transport");
+    Err(error.with("transport", transport).remedy(remedy))
 }
 
 /// Refuses a ledger that the trainer could not begin, before anything is started.

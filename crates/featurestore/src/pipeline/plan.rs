@@ -117,9 +117,15 @@ impl Plan {
     /// or one that does not fit beside the samples whose quantum is not full yet.
     pub(super) fn check(&self, options: &Options) -> Result<()> {
         let refuse = |why: &'static str| Error::new(ErrorKind::ConfigInvalid, "plan pipeline", why);
-        let counts = [self.len(), options.servers, options.quantum, options.concurrency];
-        if counts.contains(&0) {
-            return Err(refuse("samples, servers, quantum and concurrency must be at least 1"));
+        for (name, count) in [
+            ("samples", self.len()),
+            ("servers", options.servers),
+            ("quantum", options.quantum),
+            ("concurrency", options.concurrency),
+        ] {
+            if count == 0 {
+                return Err(refuse("must be at least 1").with("setting", name));
+            }
         }
         if options.servers > MAX_SERVERS {
             return Err(refuse("so many servers are no use on one machine")
@@ -233,7 +239,7 @@ mod tests {
         for (options, part) in [
             (options(1, 16), "larger than an arena"),
             (options(600, 64), "unacknowledged_samples"),
-            (Options { servers: 0, ..Options::default() }, "at least 1"),
+            (Options { servers: 0, ..Options::default() }, "at least 1 (setting=servers)"),
             (Options { pool: Some(ByteSize::mib(1)), ..Options::default() }, "receive pool"),
         ] {
             let error = checked(&options).unwrap_err().to_string();

@@ -63,8 +63,9 @@ const WINDOWS: usize = 2;
 /// Runs the trainer until the run's channel ends, or its standard input does: then the pipeline is
 /// gone, and nobody else removes `folder` any more.
 ///
-/// The first line of its input overrides transport, strictness and pool of `config`.
-pub async fn run(config: Config, folder: PathBuf) -> Result<()> {
+/// The first line of its input overrides transport, strictness and pool of `config`. False if it
+/// failed, and the pipeline was told why.
+pub async fn run(config: Config, folder: PathBuf) -> Result<bool> {
     let (first, start) = oneshot::channel::<Result<Start>>();
     let (left, pipeline_left) = oneshot::channel::<()>();
     // A thread of its own: a blocked read must not keep the runtime from ending.
@@ -82,7 +83,11 @@ pub async fn run(config: Config, folder: PathBuf) -> Result<()> {
     if told.is_err() {
         super::producer::remove(&folder);
     }
-    outcome.unwrap_or_else(|| Err(gone())).and(told)
+    match (outcome, told) {
+        (Some(outcome), Ok(())) => Ok(outcome.is_ok()),
+        (Some(Err(error)), Err(_)) => Err(error),
+        (_, told) => told.map(|()| false),
+    }
 }
 
 async fn train(config: Config, start: oneshot::Receiver<Result<Start>>) -> Result<Totals> {
@@ -240,8 +245,10 @@ impl Loop {
 
     fn run(mut self) -> Result<Totals> {
         let outcome = self.steps();
-        if let Err(error) = &outcome {
-            self.authority.lock().fail(&error.to_string())?;
+        if let Err(error) = &outcome
+            && let Err(untold) = self.authority.lock().fail(&error.to_string())
+        {
+            tracing::warn!(%untold, "the channel does not say that its consumer failed");
         }
         outcome?;
         let Self { samples, authority, consumer, ack, runtime, mut totals, waits, .. } = self;

@@ -133,6 +133,40 @@ fn a_stopped_server_is_named_before_anybody_gives_up() {
     all_gone(&children);
 }
 
+/// A limit on the size of files stands for a full disk. It neither ends a process without a word nor
+/// is it said by each of the processes.
+#[test]
+fn a_ledger_that_cannot_grow_is_named_once() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let ledger = folder.path().join("run.db");
+    let file = ledger.to_str().expect("UTF-8");
+    for blocks in [20, 600] {
+        let limited = format!("ulimit -f {blocks} && exec \"$0\" \"$@\"");
+        let binary = featurestore(&[]).get_program().to_owned();
+        let mut command = featurestore(&[]);
+        command = {
+            let mut shell = std::process::Command::new("sh");
+            shell.args(["-c", &limited]).arg(binary).args(["pipeline", "--ledger", file]);
+            shell.args(["--hidden", "64", "--taps", "1,2", "--arena", "16MiB", "--quantum", "1"]);
+            shell.args(["--transport", "tcp", "--samples", "2000", "--max-length", "64"]);
+            for (name, _) in command.get_envs() {
+                shell.env_remove(name);
+            }
+            shell.env("FEATURESTORE_ARENA_KIND", "heap").stdin(Stdio::null());
+            shell.stdout(Stdio::piped()).stderr(Stdio::piped());
+            shell
+        };
+        let ended = Process::start(command).end(BOUND);
+        assert_eq!(ended.status.code(), Some(1), "{blocks}: {ended:?}");
+        let lines = || ended.stderr.lines().filter(|line| line.contains("ledger: "));
+        assert_eq!(lines().count(), 1, "{blocks}: {}", ended.stderr);
+        assert!(lines().all(|line| line.contains(file)), "{blocks}: {}", ended.stderr);
+        for end in ["", "-wal", "-shm"] {
+            let _ = std::fs::remove_file(format!("{file}{end}")); // what there is
+        }
+    }
+}
+
 /// Resident bytes of a process.
 fn resident(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process runs");

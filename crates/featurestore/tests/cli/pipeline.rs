@@ -236,8 +236,8 @@ fn a_ledger_that_cannot_be_begun_is_refused_before_anything_starts() {
     std::fs::write(at("text"), "no ledger\n".repeat(1000)).expect("room");
     for (name, why) in [
         ("empty", "empty, and no ledger"),
-        ("text", "ledger"),
-        (".", "folder exists"),
+        ("text", "file is not a database (doing=open, ledger="),
+        (".", "that is a folder"),
         ("no/such/folder/l.db", "folder exists"),
     ] {
         let path = at(name);

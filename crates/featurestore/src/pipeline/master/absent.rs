@@ -1,9 +1,9 @@
 //! What stands for the store of a run in a build without Mooncake.
 
-use transport_core::{Error, ErrorKind, Result};
+use transport_core::{Error, Result};
 
 use super::{Options, report::MooncakeReport};
-use crate::config::{MooncakeConfig, TransportChoice};
+use crate::config::MooncakeConfig;
 
 #[derive(Debug)]
 pub(super) struct Store {
@@ -12,13 +12,6 @@ pub(super) struct Store {
 
 impl Store {
     pub(super) async fn of(options: &Options) -> Result<Self> {
-        if options.transport == TransportChoice::Store {
-            let error =
-                Error::new(ErrorKind::Unsupported, "run pipeline", "this build has no Mooncake");
-            return Err(error.remedy(
-                "build with --features mooncake-python for its wheel, or mooncake for a C library",
-            ));
-        }
         Ok(Self { config: options.mooncake.clone() })
     }
 
