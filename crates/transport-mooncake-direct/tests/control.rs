@@ -447,6 +447,9 @@ fn an_older_server_is_freed_one_way_and_again_after_a_reconnect() {
     // What needs an answer cannot be had from it.
     let error = client.health(soon()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    let error = client.connect(soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+    assert!(error.message().contains("does not answer the greeting"), "nothing was lost: {error}");
     // The server goes away: the next free notices before it is sent, and the last one is repeated.
     drop(stream);
     std::thread::sleep(Duration::from_millis(50));

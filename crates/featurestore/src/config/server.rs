@@ -200,11 +200,9 @@ fn guarded(control: SocketAddr, token: bool) -> Result<()> {
 }
 
 fn bounded(text: &str, most: usize) -> Result<usize> {
-    text.trim()
-        .parse()
-        .ok()
-        .filter(|n| (1..=most).contains(n))
-        .ok_or_else(|| bad("not a number within its bounds", text).with("max", most))
+    text.trim().parse().ok().filter(|n| (1..=most).contains(n)).ok_or_else(|| {
+        bad("not a number within its bounds", text).with("least", 1).with("most", most)
+    })
 }
 
 /// How many a second: more than zero, and something that a clock can pace.

@@ -65,7 +65,10 @@ impl Memory {
 /// Names the settings that a device arena comes from.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 fn of_settings(error: Error, config: &ServerConfig) -> Error {
-    error.with("setting", "transport").with("found", config.transport)
+    match config.arena_kind {
+        ArenaKind::Device => error.with("setting", "arena_kind").with("found", "device"),
+        _ => error.with("setting", "transport").with("found", config.transport),
+    }
 }
 
 #[cfg(feature = "cuda")]

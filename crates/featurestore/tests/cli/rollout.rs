@@ -404,6 +404,24 @@ fn tables_need_a_feature_and_say_so() {
     assert!(ended.stderr.contains("--features arrow"), "{}", ended.stderr);
 }
 
+/// What does not answer is told from what is not there, and nobody is sent to another process.
+#[test]
+fn a_producer_that_is_stopped_or_gone_is_named_as_what_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let handle = folder.path().join("handle.json");
+    let put =
+        producer(&["--payload", "text:1MiB", "--memory", "16MiB", "--handle-out", text(&handle)]);
+    put.process.signal(rustix::process::Signal::STOP);
+    let ended = run(&["rollout", "get", "--handle", text(&handle)]);
+    let says = "takes connections and does not answer the greeting";
+    assert!(ended.stderr.contains(says), "{}", ended.stderr);
+    drop(put);
+    let ended = run(&["rollout", "get", "--handle", text(&handle)]);
+    for says in ["cannot be reached", "a producer"] {
+        assert!(ended.stderr.contains(says), "{}", ended.stderr);
+    }
+}
+
 #[test]
 fn mistakes_are_named() {
     for (arguments, says) in [
@@ -424,6 +442,12 @@ fn mistakes_are_named() {
     let ended = run(&put);
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("outlives its producer"), "{}", ended.stderr);
+    for (out, says) in [("gone/h.json", "no such folder"), ("", "that is a folder")] {
+        let out = folder.path().join(out);
+        let put = ["rollout", "put", "--payload", "text:1MiB", "--handle-out", text(&out)];
+        let ended = run(&put);
+        assert!(ended.stderr.contains(says) && ended.stdout.is_empty(), "{ended:?}");
+    }
     let gone = folder.path().join("mistyped/folder");
     let put = ["rollout", "put", "--payload", "text:1MiB", "--share", text(&gone)];
     for arguments in [&put[..], &["rollout", "sweep", "--journal", text(&gone)]] {

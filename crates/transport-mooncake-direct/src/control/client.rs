@@ -20,7 +20,7 @@ use transport_core::{
 };
 
 use super::{
-    pending::{Answer, Ask, ClaimObject, Item, Question, lines},
+    pending::{Answer, Ask, ClaimObject, IS_IT_THERE, Item, Question, lines},
     ticket::FreeTicket,
     worker::Worker,
 };
@@ -173,17 +173,24 @@ impl ControlClient {
         self.shared.standing.lock().clone()
     }
 
-    /// Connects and greets if need be. Fails with [`ErrorKind::Unsupported`] for a server that
+    /// Connects and greets if need be. Fails with [`ErrorKind::PeerGone`] also for a server that
     /// answers no greeting.
     pub fn connect(&self, deadline: Instant) -> Result<Standing> {
         if let Some(standing) = self.standing().filter(|s| s.connected) {
             return Ok(standing);
         }
         self.ask(Question::Connect, deadline)?;
-        self.standing().filter(|s| s.connected).ok_or_else(|| {
-            Error::new(ErrorKind::PeerGone, "control", "the connection was lost again")
-                .with("peer", &self.shared.server)
-        })
+        let standing = self.standing();
+        let (why, remedy) = match &standing {
+            Some(standing) if standing.connected => return Ok(standing.clone()),
+            Some(_) => ("the connection was lost again", IS_IT_THERE),
+            None => (
+                "the server takes connections and does not answer the greeting",
+                "check that its process is not stopped, and that this is its control address",
+            ),
+        };
+        let error = Error::new(ErrorKind::PeerGone, "control", why);
+        Err(error.with("peer", &self.shared.server).remedy(remedy))
     }
 
     /// The standing with life `epoch` of the server. If another life answers, it is asked whether

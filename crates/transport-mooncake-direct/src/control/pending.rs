@@ -235,9 +235,12 @@ impl Backoff {
     }
 }
 
+pub(super) const IS_IT_THERE: &str = "check that the process which published runs (a capture \
+     server, or a producer), and that this is its control address; its memory is gone if it has ended";
+
 pub(super) fn unreachable(peer: &transport_core::SessionName, reason: &Error) -> Error {
     Error::new(ErrorKind::PeerGone, "control", "the server cannot be reached")
         .with("peer", peer)
         .with("reason", reason)
-        .remedy("check that the capture server runs; its memory is gone if it does not")
+        .remedy(IS_IT_THERE)
 }

@@ -87,6 +87,9 @@ pub(super) fn probe(session: &SessionName, deadline: Instant) -> Result<()> {
         .with("status", status.chars().take(80).collect::<String>()))
 }
 
+const NO_ANSWER: &str = "check that the peer is not stopped, and that this is its data address (the \
+     session of its samples) and not another port of it; or allow more time";
+
 fn ask(session: &SessionName, kind: Kind, json: &str, deadline: Instant) -> Result<Vec<u8>> {
     const OPERATION: &str = "handshake";
     let until = Until::at(deadline);
@@ -97,7 +100,11 @@ fn ask(session: &SessionName, kind: Kind, json: &str, deadline: Instant) -> Resu
     Frame::new(kind, json).encode(&mut out);
     conn.send(&mut [IoSlice::new(&out)], Duration::MAX, until)
         .map_err(|e| with_peer(failed(OPERATION, e)))?;
-    let body = receive_body(&mut conn, OPERATION, until).map_err(with_peer)?;
+    let body = receive_body(&mut conn, OPERATION, until).map_err(|e| {
+        // Other servers wait for a line that never comes.
+        let silent = e.kind() == ErrorKind::Timeout;
+        with_peer(if silent { e.remedy(NO_ANSWER) } else { e })
+    })?;
     // The reply is here; whether the peer still listens does not matter.
     let _ = conn.stream().shutdown(Shutdown::Both);
     Ok(body)

@@ -12,7 +12,7 @@ use featurestore::{
     rollout::{Endpoint, FieldReport, inspect_header, payload_checksums},
     server::end_of_life,
 };
-use rollout_codec::transport::Handle;
+use rollout_codec::transport::{Handle, RolloutTransport};
 use serde_json::{Value, json, value::RawValue};
 use transport_core::{ByteSize, Dtype, Error, ErrorKind, Result};
 
@@ -123,6 +123,9 @@ pub(super) fn put(args: &PutArgs) -> Result<ExitCode> {
     options.rollouts = options.rollouts.encoding(encoding(&args.narrow, !args.no_checksums));
     options.journal.clone_from(&args.journal);
     prepare(&options)?;
+    if let Some(file) = &args.handle_out {
+        files::check_place(file)?; // while nothing is put
+    }
     let input = args.input.input();
     if options.config.transport != featurestore::TransportChoice::Store {
         input.check_fits(options.memory.unwrap_or(DEFAULT_ARENA))?;
@@ -140,11 +143,13 @@ pub(super) fn put(args: &PutArgs) -> Result<ExitCode> {
         };
         let took = start.elapsed();
         let text = handle.to_json()?;
-        if let Some(file) = &args.handle_out {
-            files::write(file, &text)?;
+        if let Some(file) = &args.handle_out
+            && let Err(error) = files::write(file, &text)
+        {
+            return Err(forget(rollouts, &handle, error).await);
         }
         let stats = rollouts.stats();
-        say(json!({
+        let said = say(json!({
             "handle": RawValue::from_string(text).expect("one JSON value"),
             "rows": handle.rows(),
             "data_bytes": handle.data_bytes(),
@@ -155,7 +160,13 @@ pub(super) fn put(args: &PutArgs) -> Result<ExitCode> {
             "gathered_bytes": stats.gathered_bytes,
             "copied_bytes": stats.copied_bytes,
             "stays": end.is_some(),
-        }))?;
+        }));
+        match said {
+            Err(error) if args.handle_out.is_none() => {
+                return Err(forget(rollouts, &handle, error).await);
+            }
+            said => said?,
+        }
         if let Some(end) = end {
             end.await;
             rollouts.cleanup([&handle]).await?;
@@ -163,6 +174,14 @@ pub(super) fn put(args: &PutArgs) -> Result<ExitCode> {
         endpoint.close().await
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Removes a rollout of which nobody could be told, because of `error`.
+async fn forget(rollouts: &RolloutTransport, handle: &Handle, error: Error) -> Error {
+    match rollouts.cleanup([handle]).await {
+        Ok(_) => error,
+        Err(left) => error.with("left_behind", left),
+    }
 }
 
 pub(super) fn get(args: &GetArgs) -> Result<ExitCode> {

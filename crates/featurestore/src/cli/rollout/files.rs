@@ -304,6 +304,19 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     read_at_most("read file", path, MAX_FILE_BYTES)
 }
 
+/// Fails if no file can be written there.
+pub(super) fn check_place(path: &Path) -> Result<()> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let why = match path.is_dir() {
+        true => "that is a folder",
+        false if parent.is_some_and(|parent| !parent.is_dir()) => "there is no such folder",
+        false => return Ok(()),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, "write file", why)
+        .with("file", path.display())
+        .remedy("name a file in a folder that exists"))
+}
+
 pub(super) fn write(path: &Path, text: &str) -> Result<()> {
     std::fs::write(path, text).map_err(|e| Error::io("write file", e).with("file", path.display()))
 }
