@@ -167,7 +167,7 @@ struct PipelineArgs {
     ingest_batch: u32,
     /// Samples a second that all servers together capture at most, such as 67.3; long ones take
     /// longer than short ones.
-    #[arg(long, value_parser = rate)]
+    #[arg(long, value_parser = rate, allow_negative_numbers = true)]
     server_rate: Option<f64>,
     /// File in which the trainer durably records what is trained, before anything is freed; it must
     /// be new, and stays after the run. Temporary if not given.

@@ -231,15 +231,24 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let e = &*self.0;
-        write!(f, "{}: {}: {}", e.operation, e.kind, e.message)?;
+        write!(f, "{}: {}: ", e.operation, e.kind)?;
+        // A list is introduced by a line, which says what holds for all of it.
+        let (head, list) = match e.message.split_once(":\n") {
+            Some((head, list)) => (head, Some(list)),
+            None => (&*e.message, None),
+        };
+        f.write_str(head)?;
         for (i, (name, value)) in e.context.iter().enumerate() {
             write!(f, "{}{name}={value}", if i == 0 { " (" } else { ", " })?;
         }
         if !e.context.is_empty() {
             f.write_str(")")?;
         }
+        if let Some(list) = list {
+            write!(f, ":\n{list}")?;
+        }
         if let Some(remedy) = &e.remedy {
-            write!(f, "; {remedy}")?;
+            write!(f, "{}{remedy}", if list.is_some() { "\n" } else { "; " })?;
         }
         Ok(())
     }
@@ -294,6 +303,14 @@ mod tests {
         let error = Error::new(ErrorKind::NotFound, "open", "gone").with("file", "a");
         let error = error.with("file", "a").with("file", "b");
         assert_eq!(error.to_string(), "open: not found: gone (file=a, file=b)");
+    }
+
+    #[test]
+    fn what_holds_for_a_list_stands_before_it() {
+        let error = Error::new(ErrorKind::ConfigInvalid, "check", "2 problems:\n- a\n- b");
+        let error = error.with("file", "x").remedy("mend it");
+        let shown = "check: invalid configuration: 2 problems (file=x):\n- a\n- b\nmend it";
+        assert_eq!(error.to_string(), shown);
     }
 
     #[test]

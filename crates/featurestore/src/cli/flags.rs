@@ -164,7 +164,7 @@ impl<S: Selection> Flags<S> {
     }
 
     /// With one more, above the others.
-    #[cfg(all(feature = "rollout", feature = "store"))]
+    #[cfg(feature = "rollout")]
     pub(super) fn with(mut self, name: &'static str, value: &str) -> Self {
         self.given.push((name, value.to_owned()));
         self

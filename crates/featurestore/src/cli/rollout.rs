@@ -16,7 +16,7 @@ use transport_core::{ByteSize, Dtype, Result};
 
 use super::{
     flags::{Flags, OfRollout},
-    layered, mooncake,
+    layered, mooncake, note,
 };
 
 #[derive(Debug, Subcommand)]
@@ -66,7 +66,7 @@ struct TransportArgs {
     #[command(flatten)]
     flags: Flags<OfRollout>,
     /// Largest data object [default: none over shm, else 1GiB].
-    #[arg(long)]
+    #[arg(long, value_parser = chunk)]
     chunk: Option<ByteSize>,
     /// Data objects on their way at a time.
     #[arg(long, default_value_t = 2)]
@@ -80,6 +80,11 @@ struct TransportArgs {
 }
 
 impl TransportArgs {
+    /// Over a store, whatever is configured.
+    fn over_store(&self) -> Self {
+        Self { flags: self.flags.clone().with("transport", "store"), ..self.clone() }
+    }
+
     fn options(&self, memory: Option<ByteSize>) -> Result<Options> {
         let settings = self.flags.over(layered(self.config.as_deref())?)?;
         let (settings, segment) = environment::apply(settings, |name| std::env::var(name).ok())?;
@@ -100,6 +105,10 @@ impl TransportArgs {
         let segment = segment.filter(|_| options.config.transport == TransportChoice::Store);
         options.memory = memory.or(segment);
         options.rollouts = rollouts;
+        if self.share.is_some() && options.config.transport == TransportChoice::Shm {
+            let why = "readers by shm see the producer's memory as it is";
+            note(format_args!("featurestore: note: --share makes no difference here: {why}"));
+        }
         options.share.clone_from(&self.share);
         Ok(options)
     }
@@ -154,6 +163,12 @@ impl InputArgs {
             ),
         }
     }
+}
+
+/// A size that something fits into.
+fn chunk(text: &str) -> std::result::Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|e: transport_core::Error| e.to_string())?;
+    if size.get() == 0 { Err("nothing fits into 0 bytes".to_owned()) } else { Ok(size) }
 }
 
 /// `FIELD=TYPE`, for storing whole numbers in fewer bytes.

@@ -18,7 +18,13 @@ impl Problems {
             return self.0.pop().map_or(Ok(()), Err);
         }
         let (kind, count) = (self.0[0].kind(), self.0.len());
-        let list: Vec<String> = self.0.iter().map(ToString::to_string).collect();
+        // Most are of this kind and this operation too, which is said once.
+        let known = format!("{operation}: {kind}: ");
+        let line = |error: &Error| {
+            let line = error.to_string();
+            line.strip_prefix(&known).map_or_else(|| line.clone(), ToOwned::to_owned)
+        };
+        let list: Vec<String> = self.0.iter().map(line).collect();
         let message = format!("{count} problems:\n- {}", list.join("\n- "));
         Err(Error::new(kind, operation, message))
     }

@@ -432,6 +432,8 @@ fn mistakes_are_named() {
         (&["rollout", "get", "--handle", "x", "--rows", "1"], "--fields"),
         (&["rollout", "get", "--handle", "x", "--hold", "--cleanup"], "--cleanup"),
         (&["rollout", "sweep"], "--journal"),
+        (&["rollout", "bench", "--reps", "0"], "--reps"),
+        (&["rollout", "put", "--chunk", "0"], "nothing fits"),
     ] {
         let ended = run(arguments);
         assert_eq!(ended.status.code(), Some(2), "{arguments:?}");
@@ -442,6 +444,9 @@ fn mistakes_are_named() {
     let ended = run(&put);
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("outlives its producer"), "{}", ended.stderr);
+    // As the README has it: a sweep is over a store.
+    let ended = run(&["rollout", "sweep", "--journal", text(folder.path())]);
+    assert!(ended.stderr.contains("join Mooncake Store"), "{}", ended.stderr);
     for (out, says) in [("gone/h.json", "no such folder"), ("", "that is a folder")] {
         let out = folder.path().join(out);
         let put = ["rollout", "put", "--payload", "text:1MiB", "--handle-out", text(&out)];

@@ -2,6 +2,7 @@
 
 use std::{
     io::{BufRead, BufReader, Write},
+    num::NonZeroUsize,
     process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
@@ -40,8 +41,8 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     memory: Option<ByteSize>,
     /// Timed repeats.
-    #[arg(long, default_value_t = 7)]
-    reps: usize,
+    #[arg(long, default_value = "7")]
+    reps: NonZeroUsize,
     /// Repeats before them.
     #[arg(long, default_value_t = 2)]
     warmup: usize,
@@ -88,13 +89,13 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
         let mut times: [Vec<Duration>; 3] = Default::default();
         let mut last = Value::Null;
         let mut data_bytes = 0;
-        for round in 0..args.warmup + args.reps {
+        for round in 0..args.warmup + args.reps.get() {
             let copy = rollout.clone(); // counts, not bytes
             let start = Instant::now();
             let handle = rollouts.put(copy).await?;
             let put = start.elapsed();
             data_bytes = handle.data_bytes();
-            let is_last = round + 1 == args.warmup + args.reps;
+            let is_last = round + 1 == args.warmup + args.reps.get();
             let answer = reader.ask(&handle, is_last)?;
             let time = |name: &str| -> Result<Duration> {
                 let millis = answer[name].as_f64().filter(|ms| *ms >= 0.0);
@@ -157,12 +158,12 @@ fn report(
             "min_ms": millis(sorted[0]),
             "max_ms": millis(*sorted.last().expect("not empty")),
             "gb_per_s": (payload as f64 / median.as_secs_f64() / 1e7).round() / 100.0,
-            "reps": args.reps,
+            "reps": args.reps.get(),
             "warmup": args.warmup,
             "checksums": !args.no_checksums,
         }));
     }
-    let rounds = (args.reps + args.warmup) as u64;
+    let rounds = (args.reps.get() + args.warmup) as u64;
     let encoded = rounds * data_bytes;
     let count = |name: &str| {
         let pointer = format!("/{name}");

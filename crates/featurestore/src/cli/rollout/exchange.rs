@@ -265,7 +265,7 @@ pub(super) fn cleanup(args: &CleanupArgs) -> Result<ExitCode> {
 }
 
 pub(super) fn sweep(args: &SweepArgs) -> Result<ExitCode> {
-    let mut options = args.transport.options(None)?;
+    let mut options = args.transport.over_store().options(None)?;
     // Producers make the folder; one that nobody made is a mistyped one.
     args.journal.read_dir().map_err(|e| {
         Error::io("sweep", e)

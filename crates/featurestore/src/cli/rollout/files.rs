@@ -149,8 +149,7 @@ fn with_store<T>(
     args: &TransportArgs,
     work: impl FnOnce(&mut featurestore::rollout::StoreObjects) -> Result<T>,
 ) -> Result<T> {
-    let flags = args.flags.clone().with("transport", "store");
-    let options = TransportArgs { flags, ..args.clone() }.options(None)?;
+    let options = args.over_store().options(None)?;
     super::prepare(&options)?;
     crate::cli::runtime(2, 8)?.block_on(async {
         let endpoint = super::open(options).await?;
