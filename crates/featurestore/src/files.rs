@@ -26,6 +26,7 @@ pub fn read_at_most(operation: &'static str, path: &Path, most: u64) -> Result<V
 }
 
 /// The same for what can only be a regular file.
+#[cfg(any(feature = "cli", feature = "rollout"))]
 pub(crate) fn read_regular(operation: &'static str, path: &Path, most: u64) -> Result<Vec<u8>> {
     let file = open_regular(path).map_err(|e| Error::io(operation, e));
     file.and_then(|file| read(operation, &file, most, SILENCE))
@@ -33,6 +34,7 @@ pub(crate) fn read_regular(operation: &'static str, path: &Path, most: u64) -> R
 }
 
 /// Opens a regular file, and nothing that could block for ever, such as a pipe.
+#[cfg(any(feature = "cli", feature = "rollout"))]
 pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
     let file = open(path)?;
     if !file.metadata()?.is_file() {
@@ -100,7 +102,7 @@ fn is_readable(file: &File, until: Instant) -> io::Result<bool> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "cli"))]
 mod tests {
     use std::io::Write;
 
