@@ -247,7 +247,7 @@ impl Layout {
         if self.hidden == 0 {
             return Ok(tokens); // the lengths were compared with the request's
         }
-        let width = self.hidden * self.layers.len() as u64;
+        let width = self.hidden.saturating_mul(self.layers.len() as u64);
         for name in expected {
             let meta = if name == self.strategy.aux() {
                 TensorMeta::new(self.dtype, [1, tokens, width])?
@@ -270,8 +270,9 @@ impl Layout {
     /// Bytes of one sample of `tokens` tokens, as far as they are known.
     pub fn bytes(&self, tokens: u64) -> u64 {
         let last = u64::from(self.strategy.last_hidden().is_some());
-        let hidden = (self.layers.len() as u64 + last) * self.hidden * self.dtype.size();
-        tokens * (hidden + 8 * self.strategy.passthrough().len() as u64)
+        let width = (self.layers.len() as u64 + last).saturating_mul(self.hidden);
+        let ids = 8 * self.strategy.passthrough().len() as u64;
+        width.saturating_mul(self.dtype.size()).saturating_add(ids).saturating_mul(tokens)
     }
 }
 

@@ -258,7 +258,7 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
             ));
         }
     }
-    if marks.high_samples < 6 * marks.quantum {
+    if marks.high_samples < marks.quantum.saturating_mul(6) {
         notes.push(format!(
             "producer.high_watermark is under 6 times the quantum of {}: the producer will pause \
              often",

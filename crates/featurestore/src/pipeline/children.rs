@@ -143,7 +143,10 @@ impl Server {
             ("--transport", options.transport.to_string()),
             ("--arena", options.arena.to_string()),
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
-            ("--max-in-flight", (options.concurrency * options.style.lease).to_string()),
+            (
+                "--max-in-flight",
+                options.concurrency.saturating_mul(options.style.lease).to_string(),
+            ),
             ("--seed", options.seed.to_string()),
             ("--http", ANY_PORT.into()), // several servers cannot share configured ports
         ];

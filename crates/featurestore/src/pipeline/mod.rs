@@ -224,8 +224,9 @@ fn check_ledger(path: &Path, run: &str) -> Result<()> {
 
 async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report> {
     // Two samples are read while another is compared; one more against fragments.
-    let pool_of =
-        |samples: u64| options.pool.map_or((samples * plan.largest()).max(1 << 20), ByteSize::get);
+    let pool_of = |samples: u64| {
+        options.pool.map_or(samples.saturating_mul(plan.largest()).max(1 << 20), ByteSize::get)
+    };
 
     let mut servers = Vec::new();
     for index in 0..options.servers {

@@ -180,8 +180,8 @@ fn producer(
     settings.overlap = !style.serial;
     settings.poll = POLL;
     let quantum = options.quantum as u64;
-    let high = AHEAD.max(6 * quantum);
-    let marks = Watermarks::new(high, high - high / 4, quantum);
+    let high = AHEAD.max(quantum.saturating_mul(6));
+    let marks = Watermarks::new(high, (high - high / 4).max(quantum), quantum);
     let progress = progress.clone();
     let producer = Producer::new(settings, client, samples, folder, marks)?;
     Ok(producer.watched(move |_| progress.captured()))

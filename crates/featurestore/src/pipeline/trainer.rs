@@ -268,7 +268,7 @@ impl Loop {
     fn steps(&mut self) -> Result<()> {
         let _runtime = self.runtime.clone();
         let _entered = _runtime.enter(); // readings are its tasks
-        let mut trained: Vec<Arc<Descriptor>> = Vec::with_capacity(self.start.quantum);
+        let mut trained: Vec<Arc<Descriptor>> = Vec::new();
         let mut step = 0;
         while let Some(next) = self.next() {
             match next {

@@ -334,3 +334,21 @@ fn every_flag_of_the_readme_exists() {
         assert!(known.split(['[', ' ', '\n']).any(|word| word == flag), "{flag}");
     }
 }
+
+/// Numbers of a run file that no machine has room for are refused or reckoned with, never a panic.
+#[test]
+fn numbers_beyond_everything_are_no_panic() {
+    const RUN: &str = "[run]\nid = \"a\"\nstrategy = \"dflash\"\nhidden = 5120\nlayers = [5, 19]\n\
+        max_length = 8192\nmodel = \"m\"\ncontrol_dir = \"/tmp/a\"\n[transport]\nbackend = \"tcp\"\n\
+        arena = \"32GiB\"\n[[server]]\nhost = \"127.0.0.1\"\nport = 30000\n[trainer]\nbatch = 4\n\
+        command = [\"x\"]\n";
+    for setting in ["hidden = 5120", "max_length = 8192", "batch = 4"] {
+        let (name, _) = setting.split_once(" = ").expect("a setting");
+        let file = file(&RUN.replace(setting, &format!("{name} = {}", i64::MAX)));
+        let path = file.path().to_str().expect("UTF-8");
+        for command in [&["config", "check"][..], &["plan"], &["config", "explain"]] {
+            let ended = run(&[command, &[path]].concat());
+            assert!(!ended.stderr.contains("panicked"), "{command:?} {name}: {}", ended.stderr);
+        }
+    }
+}

@@ -475,3 +475,12 @@ fn a_build_without_mooncake_says_how_to_get_one() {
         assert!(ended.stderr.contains("--features mooncake-python"), "{}", ended.stderr);
     }
 }
+
+/// A quantum larger than any job is one step at its end.
+#[test]
+fn a_quantum_beyond_everything_is_one_step() {
+    let quantum = u64::MAX.to_string();
+    let small = ["--samples", "4", "--hidden", "64", "--arena", "16MiB", "--max-length", "64"];
+    let report = report(&[&["pipeline", "--json", "--quantum", &*quantum][..], &small].concat());
+    assert_eq!((&report["samples"], &report["mismatches"]), (&4.into(), &0.into()), "{report}");
+}
