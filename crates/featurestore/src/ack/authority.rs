@@ -188,7 +188,7 @@ impl Authority {
     }
 
     fn hand_out(&mut self, samples: usize) -> Window {
-        let mut window: Window = vec![Vec::with_capacity(self.per_rank); self.ranks];
+        let mut window: Window = vec![Vec::new(); self.ranks];
         for (i, sample) in self.waiting.drain(..samples).enumerate() {
             self.out.insert(sample.sample_id.clone());
             window[i % self.ranks].push(sample);
