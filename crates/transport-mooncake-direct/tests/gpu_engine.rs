@@ -47,6 +47,13 @@ fn device_of(variable: &str) -> Device {
     Device::open(driver().expect("a CUDA driver"), ordinal).expect("a device")
 }
 
+/// All devices of the machine.
+fn devices() -> Vec<Device> {
+    let api = driver().expect("a CUDA driver");
+    let count = api.device_count().expect("a number of devices");
+    (0..count).map(|ordinal| Device::open(api.clone(), ordinal).expect("a device")).collect()
+}
+
 fn name(i: usize) -> FeatureName {
     FeatureName::new(format!("t{i}")).unwrap()
 }
@@ -69,10 +76,19 @@ fn byte(sample: usize, tensor: usize) -> u8 {
 #[ignore = "needs a CUDA device: the second process of the others"]
 fn second_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    let device = device_of(PUBLISHER);
-    let memory =
-        DeviceArenaConfig::new(1536 * MIB, ArenaPeers::Native).kinds([role.parse().unwrap()]);
-    let backing = Backing::device(&device, &memory).unwrap();
+    let (kind, is_on_each) = role.split_once(' ').map_or((&*role, false), |(kind, _)| (kind, true));
+    let devices = if is_on_each { devices() } else { vec![device_of(PUBLISHER)] };
+    let publish = |device: &Device| publish(device, kind.parse().unwrap());
+    let sinks: Vec<CaptureSink> = devices.iter().map(publish).collect();
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    sinks.iter().for_each(CaptureSink::close_blocking);
+}
+
+/// Publishes the samples from an arena on `device`, and says where they are.
+fn publish(device: &Device, kind: ArenaKind) -> CaptureSink {
+    let memory = DeviceArenaConfig::new(1536 * MIB, ArenaPeers::Native).kinds([kind]);
+    let backing = Backing::device(device, &memory).unwrap();
     let arena = Arena::start(backing, ArenaConfig::default()).unwrap();
     let epoch = arena.epoch();
     let sink = CaptureSink::start(arena, SinkConfig::default()).unwrap();
@@ -101,9 +117,7 @@ fn second_process() {
         let places = places.map(|f| format!("{} {}", f.address.unwrap().0, f.seq.unwrap().0));
         say(&places.collect::<Vec<_>>().join(" "));
     }
-    let mut line = String::new();
-    std::io::stdin().read_line(&mut line).unwrap();
-    sink.close_blocking();
+    sink
 }
 
 fn say(line: &str) {
@@ -113,6 +127,12 @@ fn say(line: &str) {
 
 struct Publisher {
     child: Child,
+    stdout: BufReader<ChildStdout>,
+    arena: Published,
+}
+
+/// What is published from one arena.
+struct Published {
     session: SessionName,
     control: SessionName,
     epoch: Epoch,
@@ -122,18 +142,36 @@ struct Publisher {
 
 impl Publisher {
     fn start(kind: ArenaKind) -> Self {
+        Self::with(kind.name())
+    }
+
+    fn with(role: &str) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let only = ["second_process", "--exact", "--ignored", "--nocapture", "--test-threads=1"];
-        command.env(ROLE, kind.name()).args(only).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.env(ROLE, role).args(only).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        let head = line(&mut stdout);
+        let arena = Published::read(&mut stdout);
+        Self { child, stdout, arena }
+    }
+}
+
+impl std::ops::Deref for Publisher {
+    type Target = Published;
+    fn deref(&self) -> &Published {
+        &self.arena
+    }
+}
+
+impl Published {
+    fn read(stdout: &mut BufReader<ChildStdout>) -> Self {
+        let head = line(stdout);
         let words: Vec<&str> = head.split(' ').collect();
         let (session, control): (SessionName, SessionName) =
             (words[0].parse().unwrap(), words[1].parse().unwrap());
         let (epoch, base) = (Epoch(words[2].parse().unwrap()), words[3].parse().unwrap());
         let describe = |i| {
-            let line = line(&mut stdout);
+            let line = line(stdout);
             let mut numbers = line.split(' ').map(|word| word.parse::<u64>().unwrap());
             let mut next = || numbers.next().unwrap();
             let features: IndexMap<_, _> = (0..LENS.len())
@@ -146,7 +184,7 @@ impl Publisher {
             Arc::new(Descriptor::new(key(i), features, None, Location::Arena(place)).unwrap())
         };
         let samples = (0..SAMPLES).map(describe).collect();
-        Self { child, session, control, epoch, base, samples }
+        Self { session, control, epoch, base, samples }
     }
 }
 
@@ -237,6 +275,33 @@ fn samples_of_another_process_are_fetched_and_released() {
             transport.publisher_health(&publisher.control, Instant::now() + BOUND).unwrap();
         assert_eq!(health.arena_largest_free, health.arena_bytes, "one free range");
         assert_eq!(health.host_payload_bytes, 0);
+    }
+}
+
+/// One process has an arena on each of its devices, another an engine and a pool on each: every pair of
+/// them, over every path between devices that the machine has.
+#[test]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
+fn an_arena_on_each_device_of_a_process_is_read_to_each_device_of_another() {
+    let devices = devices();
+    println!("{} devices", devices.len());
+    for kind in KINDS {
+        let mut publisher = Publisher::with(&format!("{kind} each"));
+        let more: Vec<_> =
+            (1..devices.len()).map(|_| Published::read(&mut publisher.stdout)).collect();
+        let pools: Vec<_> = devices.iter().map(|device| pool(device, 512 * MIB)).collect();
+        // What a trainer holds goes when it ends, so all of them end together.
+        let trainers: Vec<_> =
+            devices.iter().zip(&pools).map(|(device, pool)| trainer(device, pool)).collect();
+        for (device, transport) in devices.iter().zip(&trainers) {
+            for arena in std::iter::once(&publisher.arena).chain(&more) {
+                let fetched = fetch(transport, &arena.samples[..4]).unwrap();
+                let kind = fetched[0].tensors[0].data.kind();
+                assert_eq!(kind, device.region_kind(), "on the reader's device");
+                check(device, 0, &fetched);
+            }
+            assert_eq!(transport.cuda().unwrap().stats().blocks, devices.len() as u64);
+        }
     }
 }
 
