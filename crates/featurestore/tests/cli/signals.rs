@@ -3,7 +3,7 @@
 use std::{
     io::{PipeReader, PipeWriter, Write},
     path::Path,
-    process::Command,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -37,6 +37,20 @@ fn pipeline(folder: &Path) -> Command {
     command
 }
 
+/// The same command where SIGHUP is not ignored, as it is for all that is started under `nohup`.
+fn hanging_up(command: &Command) -> Command {
+    let mut reset = Command::new("env");
+    reset.arg("--default-signal=HUP").arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => reset.env(name, value),
+            None => reset.env_remove(name),
+        };
+    }
+    reset.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    reset
+}
+
 fn working(job: &Process) -> Vec<u32> {
     let mut found = Vec::new();
     eventually("two servers and a trainer run", || {
@@ -60,7 +74,7 @@ fn a_job_whose_notes_nobody_reads_ends_on_signals_and_leaves_nothing() {
     for signal in [Signal::INT, Signal::TERM, Signal::HUP, Signal::KILL] {
         let folder = tempfile::tempdir().unwrap();
         let (_reader, stderr) = full();
-        let mut command = pipeline(folder.path());
+        let mut command = hanging_up(&pipeline(folder.path()));
         command.stderr(stderr);
         let job = Process::start(command);
         let children = working(&job);
@@ -83,7 +97,7 @@ fn a_result_that_nobody_takes_does_not_keep_a_process_from_ending() {
     put.args(["--memory", "64MiB"]);
     for (mut command, name) in [(job, "pipeline"), (server, "server"), (put, "put")] {
         let (_reader, stdout) = full();
-        command.stdout(stdout).stdin(std::process::Stdio::piped()).env("TMPDIR", folder.path());
+        command.stdout(stdout).stdin(Stdio::piped()).env("TMPDIR", folder.path());
         let mut process = Process::start(command);
         let _stdin = process.stdin();
         let tasks = format!("/proc/{}/task", process.id());
@@ -106,7 +120,7 @@ fn a_result_that_nobody_takes_does_not_keep_a_process_from_ending() {
 #[test]
 fn a_hang_up_is_a_request_to_end_unless_nohup_says_otherwise() {
     let folder = tempfile::tempdir().unwrap();
-    let job = Process::start(pipeline(folder.path()));
+    let job = Process::start(hanging_up(&pipeline(folder.path())));
     let children = working(&job);
     job.signal(Signal::HUP);
     let ended = job.end(BOUND);
@@ -118,8 +132,8 @@ fn a_hang_up_is_a_request_to_end_unless_nohup_says_otherwise() {
     let mut under = Command::new("nohup");
     let plain = pipeline(folder.path());
     under.arg(plain.get_program()).args(plain.get_args());
-    under.env("TMPDIR", folder.path()).stdin(std::process::Stdio::null());
-    under.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+    under.env("TMPDIR", folder.path()).stdin(Stdio::null());
+    under.stdout(Stdio::piped()).stderr(Stdio::piped());
     let job = Process::start(under);
     let children = working(&job);
     job.signal(Signal::HUP);
