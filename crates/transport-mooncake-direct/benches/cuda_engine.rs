@@ -300,13 +300,18 @@ impl Bed {
         Ok(())
     }
 
-    /// Median of reading `count` pieces from places apart; the last run is checked.
+    /// [`Self::time_reads`] of `count` pieces from places apart.
     fn read_pieces(&mut self, engine: &CudaEngine, count: u64, len: u64) -> Result<Duration> {
         let piece = |i: u64| {
             let from = RemoteAddr(self.base + i * 7919 % count * len.next_multiple_of(512));
             Ok(ReadOp::new(from, self.pool.take(len as usize)?))
         };
-        let mut ops = (0..count).map(piece).collect::<Result<Vec<_>>>()?;
+        let ops = (0..count).map(piece).collect::<Result<Vec<_>>>()?;
+        self.time_reads(engine, ops)
+    }
+
+    /// Median of reading them; the last run is checked.
+    fn time_reads(&mut self, engine: &CudaEngine, mut ops: Vec<ReadOp>) -> Result<Duration> {
         let mut times = Vec::new();
         for run in 1..=WARM + RUNS {
             if run == WARM + RUNS {
@@ -360,22 +365,9 @@ impl Bed {
     }
 
     fn engine(&mut self, set: usize, count: usize) -> Result<Duration> {
-        let mut ops = self.ops(set, count)?;
+        let ops = self.ops(set, count)?;
         let engine = self.transport.cuda().expect("the engine").clone();
-        let mut times = Vec::new();
-        for run in 1..=WARM + RUNS {
-            if run == WARM + RUNS {
-                self.poison()?;
-            }
-            let options = ReadOptions::default().epoch(Some(self.epoch));
-            let started = Instant::now();
-            ops = engine.read(&self.session, ops, &options)?;
-            times.push(started.elapsed());
-        }
-        for ReadOp { address, dst, .. } in ops {
-            self.verify(address.0, &dst.freeze())?;
-        }
-        Ok(median(times))
+        self.time_reads(&engine, ops)
     }
 
     fn fetch(&mut self, set: usize, count: usize, each: usize) -> Result<Duration> {
