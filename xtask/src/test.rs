@@ -38,11 +38,13 @@ const MIRI: &[(&str, &[&str])] = &[
 /// Tests of device memory on a real device: package and target.
 const ON_DEVICE: &[(&str, &str)] = &[
     ("capture-arena", "gpu"),
-    ("transport-mooncake-direct", "gpu_dlpack"),
+    ("transport-mooncake-direct", DLPACK_ON_DEVICE),
     ("transport-mooncake-direct", "gpu_engine"),
     ("transport-mooncake-direct", "gpu_sink"),
     ("featurestore", "gpu"),
 ];
+/// The one of them that needs torch besides the device.
+const DLPACK_ON_DEVICE: &str = "gpu_dlpack";
 /// What the tests against a Mooncake process on the device need, besides the device.
 const MOONCAKE_ON_DEVICE: &str = "import torch; from mooncake.engine import TransferEngine";
 
@@ -84,7 +86,13 @@ pub(crate) fn run_on_device(workspace: &Workspace) -> Result<()> {
     let mut session = Session::new(workspace, Instant::now())?;
     let mut python = workspace.command("python3");
     let has_mooncake = process::output(python.args(["-c", MOONCAKE_ON_DEVICE])).is_ok();
+    let mut python = workspace.command("python3");
+    let has_torch = process::output(python.args(["-c", "import torch"])).is_ok();
     for (member, target) in ON_DEVICE {
+        if *target == DLPACK_ON_DEVICE && !has_torch {
+            session.skip("DLPack on the device", "no python3 with torch");
+            continue;
+        }
         let step = format!("{member} on the device");
         session.heading(&step);
         let mut command = workspace.cargo();

@@ -70,7 +70,7 @@ print(torch.__version__, "ok")
 "#;
 
 #[test]
-#[ignore = "needs a CUDA device, and python3 with torch"]
+#[ignore = "needs a CUDA device, and python3 with torch: cargo xtask test --gpu"]
 fn torch_takes_slots_over_without_a_copy() {
     let output = Command::new("python3")
         .args(["-c", SCRIPT])
