@@ -233,9 +233,15 @@ impl Publication {
 
     /// The first tensor whose bytes this process can neither read nor write: device memory.
     pub fn unreachable(&self) -> Option<&FeatureName> {
+        self.unreachable_beside(None)
+    }
+
+    /// The first tensor that lies neither in memory of the host nor of `device`.
+    pub fn unreachable_beside(&self, device: Option<RegionKind>) -> Option<&FeatureName> {
         let reachable = |tensor: &Tensor| {
             let kind = tensor.data.kind();
-            kind.is_host() || (kind == RegionKind::Unwritten && self.writer.is_some())
+            let is_written = kind == RegionKind::Unwritten && self.writer.is_some();
+            kind.is_host() || Some(kind) == device || is_written
         };
         self.tensors.iter().find(|(_, tensor)| !reachable(tensor)).map(|(name, _)| name)
     }

@@ -1,44 +1,27 @@
-//! Fetching: whole objects into registered memory, tried again where that is safe.
+//! Fetching: which objects a call needs, and what becomes of their bytes.
 
 use std::{
     collections::{HashMap, HashSet},
     ops::Range,
     sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
 };
 
 use indexmap::IndexMap;
-use mooncake_sys::StoreCode;
 use transport_core::{
     Descriptor, Destination, Error, ErrorKind, FeatureName, FetchRequest, Fetched, Location,
-    RegionMut, RegionSlice, Result, Tensor, TensorMeta,
+    RegionKind, RegionMut, RegionSlice, Result, Tensor, TensorMeta,
 };
 
 use crate::{
-    io,
+    device::DeviceMemory,
+    landing::Landings,
     layout::{Object, Place, Plan},
-    native::{Found, Wish},
+    memory::wait_for_room,
+    publish::beyond_reach,
+    reading::{Read, read_all},
     transport::Shared,
     workers::Flight,
 };
-
-/// One object on its way.
-struct Read {
-    key: Arc<str>,
-    len: usize,                      // of the object
-    ranges: Option<Vec<Range<u64>>>, // of it that are wanted; all of it if none
-    region: Option<RegionMut>,       // being filled; from the pool once it is needed
-    is_callers: bool,                // the region must come back as it is
-    bytes: Option<RegionSlice>,
-}
-
-impl Read {
-    /// Bytes that are wanted.
-    fn wanted(&self) -> usize {
-        let ranges = self.ranges.as_ref();
-        ranges.map_or(self.len, |ranges| ranges.iter().map(|r| (r.end - r.start) as usize).sum())
-    }
-}
 
 /// One request on its way.
 struct Wanted {
@@ -51,11 +34,18 @@ struct Part {
     index: usize, // in the descriptor
     place: Place, // `object` counts over all requests
     own: Option<RegionMut>,
+    landed: Option<RegionMut>,  // on the device
     ranged: Option<TensorMeta>, // what ranges of it are together
 }
 
 /// Refuses what can never be fetched, before any byte moves. `ranges` of tensors may be read.
-pub(crate) fn check(requests: &[FetchRequest], ranges: bool) -> Result<()> {
+///
+/// Destinations lie on the host, or are memory of the kind `device`.
+pub(crate) fn check(
+    requests: &[FetchRequest],
+    ranges: bool,
+    device: Option<RegionKind>,
+) -> Result<()> {
     for request in requests {
         let ranged = request.ranged(ranges)?;
         let FetchRequest { descriptor, names, destination, .. } = request;
@@ -83,11 +73,10 @@ pub(crate) fn check(requests: &[FetchRequest], ranges: bool) -> Result<()> {
                         .map_err(|e| e.with("expected", count).with("found", regions.len()));
                 }
                 for (region, (name, meta)) in regions.iter().zip(asked(descriptor, names)) {
-                    if !region.kind().is_host() {
-                        return fail(
-                            ErrorKind::Unsupported,
-                            "the store transport fills host memory only",
-                        );
+                    if !region.kind().is_host() && Some(region.kind()) != device {
+                        return Err(beyond_reach("fetch", device)
+                            .with("key", descriptor.sample.object(name))
+                            .with("found", format_args!("{:?}", region.kind())));
                     }
                     let expected = ranged.as_ref().unwrap_or(meta).nbytes();
                     if region.len() as u64 != expected {
@@ -144,14 +133,69 @@ pub(crate) fn run(
     flight: &Flight,
     requests: Vec<FetchRequest>,
 ) -> Result<Vec<Fetched>> {
+    let requests = receive_on_device(shared, flight, requests)?;
     let mut planned = Planned::default();
-    let wanted: Vec<_> =
+    let mut wanted: Vec<_> =
         requests.into_iter().map(|r| plan(shared, r, &mut planned)).collect::<Result<_>>()?;
+    let mut landings = land(&mut wanted);
     let mut reads = planned.reads;
-    read_all(shared, flight, &mut reads)?;
+    read_all(shared, flight, &mut reads, &mut landings)?;
+    for ((request, tensor), region) in landings.finish(flight.deadline())? {
+        let part: &mut Part = &mut wanted[request].tensors[tensor];
+        shared.ledger.copied_bytes.fetch_add(region.len() as u64, Ordering::Relaxed);
+        part.landed = Some(region);
+    }
     let bytes = reads.iter().map(|r| r.wanted() as u64).sum();
     shared.ledger.host_bytes.fetch_add(bytes, Ordering::Relaxed);
     Ok(wanted.into_iter().map(|w| assemble(shared, w, &reads)).collect())
+}
+
+/// Gives reads into the pool their destinations, where that lies on the device: of the whole call, or
+/// none, so that no two calls wait for each other.
+fn receive_on_device(
+    shared: &Shared,
+    flight: &Flight,
+    mut requests: Vec<FetchRequest>,
+) -> Result<Vec<FetchRequest>> {
+    let Some(pool) = shared.memory.device().and_then(DeviceMemory::pool) else {
+        return Ok(requests);
+    };
+    let mut lens = Vec::new();
+    for request in &requests {
+        if matches!(request.destination, Destination::Pool) {
+            let ranged = request.ranged(true)?;
+            let tensors = asked(&request.descriptor, &request.names);
+            lens.extend(tensors.map(|(_, m)| ranged.as_ref().unwrap_or(m).nbytes() as usize));
+        }
+    }
+    let regions = wait_for_room(flight, || {
+        let mut regions = Vec::with_capacity(lens.len());
+        let taken = pool.take_all(lens.iter().copied(), |region| regions.push(region));
+        taken.map(|()| regions).map_err(|(_, error)| error)
+    })?;
+    let mut regions = regions.into_iter();
+    for request in &mut requests {
+        if matches!(request.destination, Destination::Pool) {
+            let count = asked(&request.descriptor, &request.names).count();
+            request.destination = Destination::Into(regions.by_ref().take(count).collect());
+        }
+    }
+    Ok(requests)
+}
+
+/// Takes the destinations on the device out of a plan: their bytes come over the host.
+fn land(wanted: &mut [Wanted]) -> Landings {
+    let mut landings = Landings::default();
+    for (request, wanted) in wanted.iter_mut().enumerate() {
+        for (tensor, part) in wanted.tensors.iter_mut().enumerate() {
+            let Place::In { object, offset } = part.place else { continue };
+            match part.own.take_if(|own| !own.kind().is_host()) {
+                Some(own) => landings.expect(object, offset, (request, tensor), own),
+                None => landings.keep(object),
+            }
+        }
+    }
+    landings
 }
 
 /// The objects to read, each once: Mooncake answers a key that is twice in one call with success
@@ -249,7 +293,9 @@ fn plan(shared: &Shared, request: FetchRequest, planned: &mut Planned) -> Result
             Place::In { object, offset } => {
                 let object = &plan.objects[object];
                 match &ranges {
-                    Some(ranges) => planned.cut(object, offset, ranges, || own.take()),
+                    Some(ranges) => planned.cut(object, offset, ranges, || {
+                        own.take_if(|region| region.kind().is_host())
+                    }),
                     None => {
                         let direct = || {
                             own.take_if(|region| {
@@ -265,7 +311,7 @@ fn plan(shared: &Shared, request: FetchRequest, planned: &mut Planned) -> Result
                 }
             }
         };
-        tensors.push(Part { index, place, own, ranged: ranged.clone() });
+        tensors.push(Part { index, place, own, landed: None, ranged: ranged.clone() });
     }
     Ok(Wanted { descriptor, tensors })
 }
@@ -274,11 +320,12 @@ fn assemble(shared: &Shared, wanted: Wanted, reads: &[Read]) -> Fetched {
     let Wanted { descriptor, tensors } = wanted;
     let tensors: IndexMap<_, _> = tensors
         .into_iter()
-        .map(|Part { index, place, own, ranged }| {
+        .map(|Part { index, place, own, landed, ranged }| {
             let (name, feature) =
                 descriptor.features.get_index(index).expect("planned from this descriptor");
             let meta = ranged.unwrap_or_else(|| feature.meta.clone());
             let bytes = match place {
+                Place::In { .. } if landed.is_some() => landed.map(RegionMut::freeze),
                 Place::Empty => None,
                 Place::In { object, offset } => {
                     let object = reads[object].bytes.as_ref().expect("every read has succeeded");
@@ -303,249 +350,4 @@ fn assemble(shared: &Shared, wanted: Wanted, reads: &[Read]) -> Fetched {
         })
         .collect();
     Fetched::new(descriptor, tensors, false)
-}
-
-/// Reads every object, in calls of bounded size, some of them more than once.
-fn read_all(shared: &Shared, flight: &Flight, reads: &mut [Read]) -> Result<()> {
-    let config = &shared.config;
-    let mut open: Vec<usize> = (0..reads.len()).collect();
-    let mut part_bytes = config.part_bytes.get();
-    let mut pause = config.backoff;
-    for attempt in 1.. {
-        let mut again: Vec<Again> = Vec::new();
-        let mut rest = &open[..];
-        let (mut largest, mut slowest) = (0, Duration::ZERO);
-        while !rest.is_empty() {
-            let mut bytes = 0u64;
-            let fits = |&&i: &&usize| {
-                bytes = bytes.saturating_add(reads[i].wanted() as u64);
-                bytes <= part_bytes
-            };
-            let count = rest.iter().take(config.part_keys).take_while(fits).count().max(1);
-            let (part, later) = rest.split_at(count);
-            largest = part.iter().map(|&i| reads[i].wanted() as u64).sum::<u64>().max(largest);
-            let start = Instant::now();
-            read_part(shared, flight, reads, part, &mut again)?;
-            slowest = start.elapsed().max(slowest);
-            rest = later;
-        }
-        let failed_keys = again.len();
-        let Some(first) = again.first_mut() else { return Ok(()) };
-        let (key, code) = (reads[first.index].key.clone(), first.code);
-        let failed = |error: Error| {
-            let error = error.with("key", key).with("failed_keys", failed_keys);
-            let error =
-                error.with("attempts", attempt).with("slowest_call_ms", slowest.as_millis());
-            match config.read_lease {
-                Some(lease) => error.with("read_lease_ms", lease.as_millis()),
-                None => error,
-            }
-        };
-        if attempt >= config.read_attempts {
-            return Err(failed(first.error.take().unwrap_or_else(|| explain(code))));
-        }
-        if flight.pause(pause).is_err() {
-            let why = "the deadline passed between attempts";
-            return Err(failed(Error::new(ErrorKind::Timeout, "fetch", why).with("code", code)));
-        }
-        pause = (pause * 2).min(Duration::from_secs(1));
-        if again.iter().any(|one| one.code == StoreCode::LEASE_EXPIRED) {
-            // Each call takes new leases. Half of what was too much, which may be far below the most.
-            part_bytes = (part_bytes.min(largest) / 2).max(1);
-        }
-        shared.ledger.read_retries.fetch_add(again.len() as u64, Ordering::Relaxed);
-        open = again.into_iter().map(|one| one.index).collect();
-    }
-    unreachable!("the loop ends by returning")
-}
-
-fn explain(code: StoreCode) -> Error {
-    let error = code.error("fetch");
-    match code {
-        StoreCode::LEASE_EXPIRED => error.remedy(
-            "raise the master's default_kv_lease_ttl (and read_lease with it) or read less at a \
-             time: the read takes longer than its lease",
-        ),
-        _ => error,
-    }
-}
-
-/// An object worth another attempt, and why the last one failed.
-struct Again {
-    index: usize,
-    code: StoreCode,
-    error: Option<Error>, // what is known beyond the code
-}
-
-/// Reads `some` of the objects through Mooncake's engine, with one call: an answer for each.
-fn read_by_mooncake(
-    shared: &Shared,
-    flight: &Flight,
-    keys: &[&str],
-    regions: &mut [Option<RegionMut>],
-    some: &[usize],
-) -> Result<Vec<std::result::Result<u64, StoreCode>>> {
-    let mut taken: Vec<_> = some
-        .iter()
-        .map(|&i| (keys[i], regions[i].take().expect("only taken to be read")))
-        .collect();
-    let mut objects: Vec<_> = taken.iter_mut().map(|(key, region)| (*key, region)).collect();
-    if objects.is_empty() {
-        return Ok(Vec::new());
-    }
-    let bytes = objects.iter().map(|(_, region)| region.len() as u64).sum();
-    let answers =
-        flight.transfer(bytes, || shared.ledger.timed(|| io::get(&*shared.api, &mut objects)))?;
-    // These two are answered before anything is sent.
-    if let Err(error) = &answers
-        && !matches!(error.kind(), ErrorKind::Closed | ErrorKind::InvalidInput)
-    {
-        taken.into_iter().for_each(|(_, region)| shared.memory.quarantine(region));
-        return answers;
-    }
-    for (&i, (_, region)) in some.iter().zip(taken) {
-        regions[i] = Some(region);
-    }
-    answers
-}
-
-/// Makes one call. Objects worth another attempt go to `again`; any other failure is an error.
-fn read_part(
-    shared: &Shared,
-    flight: &Flight,
-    reads: &mut [Read],
-    part: &[usize],
-    again: &mut Vec<Again>,
-) -> Result<()> {
-    let mut bytes = 0;
-    let mut regions = Vec::with_capacity(part.len());
-    for &i in part {
-        bytes += reads[i].wanted() as u64;
-        let region = match reads[i].region.take() {
-            Some(region) => region,
-            None => take(shared, flight, &reads[i])?,
-        };
-        regions.push(Some(region));
-    }
-    let start = Instant::now();
-    let keys: Vec<Arc<str>> = part.iter().map(|&i| reads[i].key.clone()).collect();
-    let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
-    let mut found: Vec<Option<Found>> = part.iter().map(|_| None).collect();
-    if let Some(native) = &shared.native {
-        let wish =
-            |&i: &usize| Wish { len: reads[i].len as u64, ranges: reads[i].ranges.as_deref() };
-        let wishes: Vec<_> = part.iter().map(wish).collect();
-        flight.transfer(bytes, || {
-            let read = || native.read(shared, flight, &keys, &wishes, &mut regions, &mut found);
-            shared.ledger.timed(read)
-        })??;
-    }
-    // Whole objects: ranges that the reader does not read are refused.
-    let left: Vec<usize> = (0..part.len()).filter(|&i| found[i].is_none()).collect();
-    let mut answers: Vec<_> = part.iter().map(|_| None).collect();
-    let read = read_by_mooncake(shared, flight, &keys, &mut regions, &left)?;
-    left.into_iter().zip(read).for_each(|(i, answer)| answers[i] = Some(answer));
-    let late = shared.config.read_lease.is_some_and(|lease| start.elapsed() >= lease);
-    let regions = regions.into_iter().map(|region| region.expect("given back by whoever read it"));
-    let mut fatal = None;
-    let mut failed = Vec::new();
-    for (((&i, region), found), answer) in part.iter().zip(regions).zip(found).zip(answers) {
-        let read = &mut reads[i];
-        let result = match found {
-            Some(Found::Whole) => Ok(read.len as u64),
-            Some(Found::Length(len)) => Ok(len),
-            Some(Found::Failed(error)) => {
-                failed.push(read.key.clone());
-                read.region = Some(region); // nothing writes it any more
-                again.push(Again { index: i, code: StoreCode::TRANSFER_FAIL, error });
-                continue;
-            }
-            None => answer.expect("one answer for each that was left"),
-        };
-        match result {
-            Ok(found) if found == read.len as u64 && !late => {
-                read.bytes = Some(region.freeze());
-            }
-            Ok(found) if found == read.len as u64 => {
-                read.region = Some(region); // complete, but perhaps another object's
-                again.push(Again { index: i, code: StoreCode::LEASE_EXPIRED, error: None });
-            }
-            Ok(found) => {
-                let kind =
-                    if found < read.len as u64 { ErrorKind::ShortRead } else { ErrorKind::Corrupt };
-                fatal.get_or_insert(wrong_length(kind, read, found));
-            }
-            Err(code @ (StoreCode::TRANSFER_FAIL | StoreCode::LEASE_EXPIRED)) => {
-                if code == StoreCode::TRANSFER_FAIL {
-                    failed.push(read.key.clone());
-                }
-                shared.memory.quarantine(region); // the peer may still write it
-                if read.is_callers {
-                    let error = explain(code).with("key", &read.key).remedy(
-                        "fetch again: memory of the caller is not tried twice, because the failed \
-                         transfer may still write it",
-                    );
-                    fatal.get_or_insert(error);
-                } else if shared.memory.quarantined_bytes() > shared.config.max_quarantined.get() {
-                    let error = Error::new(
-                        ErrorKind::CapacityExceeded,
-                        "fetch",
-                        "too much memory is in quarantine after failed reads",
-                    )
-                    .with("key", &read.key)
-                    .with("code", code)
-                    .with("quarantined_bytes", shared.memory.quarantined_bytes())
-                    .remedy("find out why reads fail; closing the transport gives the memory back");
-                    fatal.get_or_insert(error);
-                } else {
-                    again.push(Again { index: i, code, error: None });
-                }
-            }
-            Err(StoreCode::INVALID_PARAMS) => {
-                fatal.get_or_insert(too_long(shared, read));
-            }
-            Err(code) if code.error("fetch").is_temporary() => {
-                read.region = Some(region);
-                again.push(Again { index: i, code, error: None });
-            }
-            Err(code) => {
-                fatal.get_or_insert(code.error("fetch").with("key", &read.key));
-            }
-        }
-    }
-    if !failed.is_empty() {
-        // No second wait for an owner that is gone.
-        let keys: Vec<&str> = failed.iter().map(AsRef::as_ref).collect();
-        shared.segments.suspect(&keys);
-        shared.segments.check(&keys)?;
-    }
-    fatal.map_or(Ok(()), Err)
-}
-
-/// Takes memory for a read.
-fn take(shared: &Shared, flight: &Flight, read: &Read) -> Result<RegionMut> {
-    shared.memory.take(read.wanted(), flight).map_err(|e| no_memory(shared, read, e))
-}
-
-/// Memory is short: perhaps only because the descriptor asks for more than there is.
-fn no_memory(shared: &Shared, read: &Read, error: Error) -> Error {
-    match shared.api.size(&read.key) {
-        Ok(Ok(found)) if found < read.len as u64 => wrong_length(ErrorKind::ShortRead, read, found),
-        _ => error.with("key", &read.key),
-    }
-}
-
-fn wrong_length(kind: ErrorKind, read: &Read, found: u64) -> Error {
-    Error::new(kind, "fetch", "the object has another length than described")
-        .with("key", &read.key)
-        .with("expected", read.len)
-        .with("found", found)
-}
-
-/// Finds out why the store refused a read: mostly because the object is longer than described.
-fn too_long(shared: &Shared, read: &Read) -> Error {
-    match shared.api.size(&read.key) {
-        Ok(Ok(found)) if found != read.len as u64 => wrong_length(ErrorKind::Corrupt, read, found),
-        _ => StoreCode::INVALID_PARAMS.error("fetch").with("key", &read.key),
-    }
 }

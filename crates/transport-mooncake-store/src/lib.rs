@@ -48,6 +48,12 @@
 //! such a reader: it moves large objects about twice as fast as Mooncake's, and the memory of a read
 //! that failed is free again at once.
 //!
+//! # Device memory
+//! The store only knows memory of the host. With the feature `cuda` and a `DeviceMemory`
+//! (`StoreTransport::start_on_device`) tensors may also lie on a device, and be fetched to it: the pool
+//! is page-locked then, and the device copies between it and its own memory at the rate of the bus,
+//! while the store moves another part of the same call. All of it is host payload.
+//!
 //! # Grouped layout
 //! [`Layout::Grouped`] puts the small tensors of a sample into one object, `…/g{gen}/@small`, and
 //! so makes fewer, larger objects. It is off by default, because other readers of the store do not
@@ -56,19 +62,25 @@
 #![deny(unsafe_code)] // but for `io`
 
 mod config;
+#[cfg_attr(not(feature = "cuda"), path = "device/absent.rs")]
+mod device;
 mod fetch;
 mod io;
+mod landing;
 mod layout;
 mod ledger;
 mod memory;
 mod native;
 mod objects;
 mod publish;
+mod reading;
 mod release;
 mod segments;
 mod transport;
 mod workers;
 
 pub use config::{Layout, StoreConfig};
+#[cfg(feature = "cuda")]
+pub use device::DeviceMemory;
 pub use ledger::{DrainReport, StoreStats};
 pub use transport::StoreTransport;

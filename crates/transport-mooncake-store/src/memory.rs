@@ -1,6 +1,7 @@
 //! Registered memory: the pool, regions of the caller, and what is out of use for good.
 
 use std::{
+    any::Any,
     sync::{
         Arc, Weak,
         atomic::{AtomicU64, Ordering},
@@ -15,6 +16,7 @@ use transport_core::{Error, ErrorKind, RegionMut, RegionSlice, Result};
 
 use crate::{
     StoreConfig,
+    device::DeviceMemory,
     io::{Registration, rewrap},
     workers::Flight,
 };
@@ -26,6 +28,7 @@ const POLL: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub(crate) struct Memory {
     api: Arc<dyn StoreApi>,
+    device: Option<DeviceMemory>, // which copies from and to the pool
     limit: u64,
     step: u64,
     pools: Mutex<Vec<Chunk>>,
@@ -39,12 +42,29 @@ pub(crate) struct Memory {
 struct Chunk {
     pool: RegionPool,
     registration: Registration,
+    lock: Option<Arc<dyn Any + Send + Sync>>, // for the device
+}
+
+impl Chunk {
+    fn take(&self, len: usize) -> Result<RegionMut> {
+        let region = self.pool.take(len)?;
+        // A copy that is not waited for needs the lock as long as the memory.
+        Ok(match &self.lock {
+            Some(lock) => region.keeping(lock.clone()),
+            None => region,
+        })
+    }
 }
 
 impl Memory {
-    pub(crate) fn new(api: Arc<dyn StoreApi>, config: &StoreConfig) -> Result<Self> {
+    pub(crate) fn new(
+        api: Arc<dyn StoreApi>,
+        config: &StoreConfig,
+        device: Option<DeviceMemory>,
+    ) -> Result<Self> {
         let memory = Self {
             api,
+            device,
             limit: config.pool.get(),
             step: config.pool_step.get(),
             pools: Mutex::default(),
@@ -59,20 +79,43 @@ impl Memory {
         Ok(memory)
     }
 
+    /// The device whose memory is taken beside the host's.
+    pub(crate) fn device(&self) -> Option<&DeviceMemory> {
+        self.device.as_ref()
+    }
+
     /// Takes `len` bytes of the pool; waits for room as long as the flight lasts.
     pub(crate) fn take(&self, len: usize, flight: &Flight) -> Result<RegionMut> {
-        loop {
-            match self.try_take(len) {
-                Err(error)
-                    if error.kind() == ErrorKind::CapacityExceeded && error.is_temporary() =>
-                {
-                    if flight.pause(POLL).is_err() {
-                        return Err(error);
-                    }
-                }
-                other => return other,
-            }
-        }
+        wait_for_room(flight, || self.try_take(len))
+    }
+
+    /// Takes a region of each length, all or none, so that two calls that need more never wait for
+    /// each other; waits as [`Self::take`]. Fails with the place of the length that there is no room
+    /// for.
+    pub(crate) fn take_all(
+        &self,
+        lens: &[usize],
+        flight: &Flight,
+    ) -> Result<Vec<RegionMut>, (usize, Error)> {
+        let mut refused = 0;
+        let taken = wait_for_room(flight, || self.try_take_all(lens, &mut refused));
+        taken.map_err(|error| (refused, error))
+    }
+
+    /// As [`Self::take_all`], without waiting.
+    pub(crate) fn try_take_all(
+        &self,
+        lens: &[usize],
+        refused: &mut usize,
+    ) -> Result<Vec<RegionMut>> {
+        let take = |(i, &len)| self.try_take(len).inspect_err(|_| *refused = i);
+        lens.iter().enumerate().map(take).collect()
+    }
+
+    /// Half of what the pool may have: what is only on its way takes no more at a time, so that the
+    /// next part finds room.
+    pub(crate) fn half(&self) -> u64 {
+        self.limit / 2
     }
 
     /// Takes `len` bytes of the pool, which grows if it may.
@@ -82,7 +125,7 @@ impl Memory {
         }
         let mut chunks = self.pools.lock();
         for chunk in chunks.iter().rev() {
-            if let Ok(region) = chunk.pool.take(len) {
+            if let Ok(region) = chunk.take(len) {
                 return Ok(region);
             }
         }
@@ -109,15 +152,16 @@ impl Memory {
         }
         self.grow(&mut chunks, self.step.clamp(need, room.max(need)))?;
         let newest = chunks.last().expect("just grown");
-        newest.pool.take(len)
+        newest.take(len)
     }
 
     fn grow(&self, chunks: &mut Vec<Chunk>, bytes: u64) -> Result<()> {
         let backing = Backing::heap(bytes)?;
         let (start, len) = (backing.address() as usize, backing.bytes_len() as usize);
         let registration = self.register(start, len, Arc::new(backing.clone()))?;
+        let lock = self.device.as_ref().map(|device| device.lock(&backing)).transpose()?;
         let pool = RegionPool::new(backing)?;
-        chunks.push(Chunk { pool, registration });
+        chunks.push(Chunk { pool, registration, lock });
         tracing::debug!(bytes = len, "registered pool memory");
         Ok(())
     }
@@ -163,18 +207,43 @@ impl Memory {
             || self.adopted.lock().iter().filter_map(Weak::upgrade).any(|r| holds(r.range()))
     }
 
-    /// A copy of slices, one after the other, in registered memory.
-    pub(crate) fn gather(&self, slices: &[RegionSlice], flight: &Flight) -> Result<RegionSlice> {
-        let len = slices.iter().map(RegionSlice::len).sum();
-        let mut region = self.take(len, flight)?;
-        let mut rest = region.as_mut_bytes().expect("the pool is host memory");
-        for slice in slices {
-            let bytes = slice.as_bytes().expect("device memory is refused before");
-            let (head, tail) = rest.split_at_mut(bytes.len());
-            head.copy_from_slice(bytes);
-            rest = tail;
+    /// Copies of several times slices, each time one after the other, in registered memory: all or
+    /// none. What lies on the device is copied by it, beside the rest.
+    pub(crate) fn gather(
+        &self,
+        objects: &[&[RegionSlice]],
+        flight: &Flight,
+    ) -> Result<Vec<RegionSlice>> {
+        let len = |slices: &&[RegionSlice]| slices.iter().map(RegionSlice::len).sum();
+        let lens: Vec<usize> = objects.iter().map(len).collect();
+        let regions = self.take_all(&lens, flight).map_err(|(_, error)| error)?;
+        let mut pieces: Vec<(&RegionSlice, Option<RegionMut>)> = Vec::new();
+        for (mut rest, slices) in regions.into_iter().zip(objects) {
+            for slice in *slices {
+                let (piece, tail) = rest.split_at(slice.len()).expect("as long as all slices");
+                pieces.push((slice, Some(piece)));
+                rest = tail;
+            }
         }
-        Ok(region.freeze())
+        let to_device = pieces.iter_mut().filter(|(slice, _)| !slice.kind().is_host());
+        let across: Vec<_> =
+            to_device.filter_map(|(slice, piece)| Some((slice.clone(), piece.take()?))).collect();
+        let crossing = match &self.device {
+            Some(device) if !across.is_empty() => Some(device.begin(across)?),
+            _ => None,
+        };
+        for (slice, piece) in &mut pieces {
+            if let (Some(bytes), Some(piece)) = (slice.as_bytes(), piece) {
+                piece.as_mut_bytes().expect("the pool is host memory").copy_from_slice(bytes);
+            }
+        }
+        let arrived = crossing.map(|crossing| crossing.finish(flight.deadline())).transpose()?;
+        let mut arrived = arrived.into_iter().flatten();
+        let mut pieces = pieces.into_iter().map(|(_, piece)| {
+            piece.or_else(|| arrived.next()).expect("what lies elsewhere is refused before")
+        });
+        let mut whole = |slices: &&[RegionSlice]| joined(pieces.by_ref().take(slices.len()));
+        objects.iter().map(|slices| Ok(whole(slices)?.freeze())).collect()
     }
 
     /// Keeps a region that a peer may still write until the client is closed.
@@ -203,6 +272,29 @@ impl Memory {
     pub(crate) fn pool_bytes(&self) -> u64 {
         self.pools.lock().iter().map(|c| c.pool.stats().capacity).sum()
     }
+}
+
+/// Tries again and again while the pool is full, as long as the flight lasts.
+pub(crate) fn wait_for_room<T>(flight: &Flight, mut take: impl FnMut() -> Result<T>) -> Result<T> {
+    loop {
+        match take() {
+            Err(error) if error.kind() == ErrorKind::CapacityExceeded && error.is_temporary() => {
+                if flight.pause(POLL).is_err() {
+                    return Err(error);
+                }
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Regions that were one, as one again.
+pub(crate) fn joined(mut parts: impl Iterator<Item = RegionMut>) -> Result<RegionMut> {
+    let Some(first) = parts.next() else { return RegionMut::zeroed(0) };
+    parts.try_fold(first, RegionMut::join).map_err(|_| {
+        let why = "who had pieces of a region gave other memory back";
+        Error::new(ErrorKind::Unexpected, "put memory together", why)
+    })
 }
 
 impl Drop for Memory {

@@ -16,7 +16,7 @@ use mooncake_sys::{Replica, SegmentRead, SegmentReader, StoreApi};
 use parking_lot::Mutex;
 use transport_core::{Error, ErrorKind, RegionMut, RemoteAddr, Result, SessionName};
 
-use crate::{segments::handshake, transport::Shared, workers::Flight};
+use crate::{memory::joined, segments::handshake, transport::Shared, workers::Flight};
 
 /// Segments that are read at the same time by one call.
 const AT_A_TIME: usize = 4;
@@ -232,14 +232,6 @@ fn whole_only(key: &str) -> Error {
 fn names(replicas: &[Replica]) -> String {
     let names: Vec<&str> = replicas.iter().map(|replica| &*replica.segment).collect();
     names.join(", ")
-}
-
-/// Regions that were one, as one again.
-fn joined(mut parts: impl Iterator<Item = RegionMut>) -> Result<RegionMut> {
-    let Some(first) = parts.next() else { return RegionMut::zeroed(0) };
-    parts.try_fold(first, RegionMut::join).map_err(|_| {
-        Error::new(ErrorKind::Unexpected, "fetch", "the reader gave other memory back")
-    })
 }
 
 /// Whether this process listens on a port: the segment's name is not the client's, and no call says

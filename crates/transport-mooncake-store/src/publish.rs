@@ -16,7 +16,7 @@ use mooncake_sys::{ReplicaPolicy, StoreCode};
 use parking_lot::Mutex;
 use transport_core::{
     Descriptor, Error, ErrorKind, FeatureDescriptor, Location, Publication, PublishOptions, Ready,
-    RegionMut, RegionSlice, Result, SampleKey, Sequence,
+    RegionKind, RegionMut, RegionSlice, Result, SampleKey, Sequence,
 };
 
 use crate::{
@@ -74,11 +74,12 @@ impl Drop for Placed {
 struct Write {
     key: Arc<str>,
     slices: Vec<RegionSlice>,
+    in_place: Option<Source>, // the slices, if they are registered memory in one piece
     bytes: u64,
 }
 
 /// Refuses what can never be published, before any byte moves.
-pub(crate) fn check(batch: &[Publication]) -> Result<()> {
+pub(crate) fn check(batch: &[Publication], device: Option<RegionKind>) -> Result<()> {
     let mut seen = HashSet::new();
     for publication in batch {
         if !seen.insert(&publication.sample) {
@@ -89,14 +90,10 @@ pub(crate) fn check(batch: &[Publication]) -> Result<()> {
             )
             .with("key", &publication.sample));
         }
-        if let Some(name) = publication.unreachable() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "publish",
-                "the store transport takes host memory only",
-            )
-            .with("key", publication.sample.object(name))
-            .remedy("copy the tensor to host memory, or use a transport for device memory"));
+        if let Some(name) = publication.unreachable_beside(device) {
+            return Err(beyond_reach("publish", device)
+                .with("key", publication.sample.object(name))
+                .with("found", format_args!("{:?}", publication.tensors[name].data.kind())));
         }
         for (name, tensor) in &publication.tensors {
             let (expected, found) = (tensor.meta.nbytes(), tensor.data.len() as u64);
@@ -113,6 +110,22 @@ pub(crate) fn check(batch: &[Publication]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Refuses memory that neither the store nor the transport's device, if it has one, reaches.
+pub(crate) fn beyond_reach(operation: &'static str, device: Option<RegionKind>) -> Error {
+    let refuse = |why| Error::new(ErrorKind::Unsupported, operation, why);
+    match device {
+        None => refuse("the store transport takes host memory only").remedy(
+            "copy to host memory, start the transport on the device (start_on_device), or use a \
+             transport for device memory",
+        ),
+        Some(device) => {
+            refuse("the store transport takes memory of the host and of one device only")
+                .with("expected", format_args!("{device:?}"))
+                .remedy("start a transport on the device that the memory lies on")
+        }
+    }
 }
 
 /// Writes a batch. Blocks.
@@ -191,9 +204,10 @@ fn describe(
         .collect();
     let mut keys = Vec::with_capacity(plan.objects.len());
     for object in plan.objects {
-        let slices = object.tensors.iter().map(|&i| tensors[i].data.clone()).collect();
+        let slices: Vec<_> = object.tensors.iter().map(|&i| tensors[i].data.clone()).collect();
+        let in_place = in_place(shared, &slices);
         keys.push(object.key.clone());
-        writes.push(Write { key: object.key, slices, bytes: object.bytes });
+        writes.push(Write { key: object.key, slices, in_place, bytes: object.bytes });
     }
     let descriptor = Descriptor::new(sample, features, aux_layer_ids, Location::Store)?;
     let resident = Resident { bytes: descriptor.nbytes(), keys, seq: Some(seq) };
@@ -310,6 +324,7 @@ fn write_all(
     touched: &Mutex<HashSet<Arc<str>>>,
 ) -> Result<()> {
     let config = &shared.config;
+    let half = shared.memory.half();
     // Two calls for each that the store gets otherwise: a call for many small objects waits for the
     // master, which works on it while the payload of others moves.
     let lanes = 2 * config.threads;
@@ -317,10 +332,13 @@ fn write_all(
     let mut parts = Vec::new();
     let mut rest = writes;
     while !rest.is_empty() {
-        let mut bytes = 0u64;
+        let (mut bytes, mut copied) = (0u64, 0u64);
         let fits = |w: &&Write| {
             bytes = bytes.saturating_add(w.bytes);
-            bytes <= config.part_bytes.get()
+            if w.in_place.is_none() {
+                copied = copied.saturating_add(w.bytes.next_multiple_of(capture_arena::UNIT));
+            }
+            bytes <= config.part_bytes.get() && copied <= half
         };
         let (part, later) = rest.split_at(rest.iter().take(keys).take_while(fits).count().max(1));
         parts.push(part);
@@ -349,8 +367,7 @@ fn write_part(
     part: &[Write],
     touched: &Mutex<HashSet<Arc<str>>>,
 ) -> Result<()> {
-    let sources: Vec<Source> =
-        part.iter().map(|w| registered(shared, flight, w)).collect::<Result<_>>()?;
+    let sources = registered(shared, flight, part)?;
     let only_new = shared.api.provider().store.put_new;
     let mut open: Vec<usize> = (0..part.len()).collect();
     let mut pause = shared.config.backoff;
@@ -415,17 +432,24 @@ fn no_room(code: StoreCode, first: &Write, open: &[usize], part: &[Write]) -> Er
     error
 }
 
-/// The bytes of an object in registered memory: where they are, if they are in one piece there,
-/// else copied.
-fn registered(shared: &Shared, flight: &Flight, write: &Write) -> Result<Source> {
-    if let Some(source) = Source::new(write.slices.clone())
-        && shared.memory.knows(source.address(), source.len())
-    {
-        return Ok(source);
-    }
-    let copy = shared.memory.gather(&write.slices, flight)?;
-    shared.ledger.copied_bytes.fetch_add(write.bytes, Ordering::Relaxed);
-    Ok(Source::new(vec![copy]).expect("one slice lies end to end"))
+/// The bytes of objects in registered memory: where they are, if they are in one piece there, else
+/// copied.
+fn registered(shared: &Shared, flight: &Flight, part: &[Write]) -> Result<Vec<Source>> {
+    let others = || part.iter().filter(|write| write.in_place.is_none());
+    let slices: Vec<&[RegionSlice]> = others().map(|write| &*write.slices).collect();
+    let mut copies = shared.memory.gather(&slices, flight)?.into_iter();
+    let copied = others().map(|write| write.bytes).sum();
+    shared.ledger.copied_bytes.fetch_add(copied, Ordering::Relaxed);
+    let mut copy = || Source::new(vec![copies.next()?]);
+    let source = |write: &Write| write.in_place.clone().or_else(&mut copy).expect("copied");
+    Ok(part.iter().map(source).collect())
+}
+
+/// The bytes of an object where they are, if that is registered memory and they are in one piece.
+fn in_place(shared: &Shared, slices: &[RegionSlice]) -> Option<Source> {
+    let is_host = slices.iter().all(|slice| slice.kind().is_host());
+    let source = Source::new(slices.to_vec()).filter(|_| is_host)?;
+    shared.memory.knows(source.address(), source.len()).then_some(source)
 }
 
 /// Makes sure that every object can be read: a writer that died half-way leaves its key taken but

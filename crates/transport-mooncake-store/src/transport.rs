@@ -13,12 +13,14 @@ use async_trait::async_trait;
 use mooncake_sys::{SegmentReader, StoreApi};
 use transport_core::{
     Capabilities, Descriptor, Error, ErrorKind, FeatureName, FetchOptions, FetchRequest, Fetched,
-    Health, Publication, PublishOptions, RegionMut, Release, ReleaseReport, Result, SampleKey,
-    TensorMeta, Transport, TransportInfo,
+    Health, Publication, PublishOptions, RegionKind, RegionMut, Release, ReleaseReport, Result,
+    SampleKey, TensorMeta, Transport, TransportInfo,
 };
 
 use crate::{
-    DrainReport, StoreConfig, StoreStats, fetch,
+    DrainReport, StoreConfig, StoreStats,
+    device::DeviceMemory,
+    fetch,
     layout::Plan,
     ledger::Ledger,
     memory::Memory,
@@ -75,6 +77,27 @@ impl StoreTransport {
         config: StoreConfig,
         reader: Option<Arc<dyn SegmentReader>>,
     ) -> Result<Self> {
+        Self::start_over(api, config, reader, None)
+    }
+
+    /// As [`Self::start_with`], and takes memory of a device beside the host's, as sources and as
+    /// destinations.
+    #[cfg(feature = "cuda")]
+    pub fn start_on_device(
+        api: Arc<dyn StoreApi>,
+        config: StoreConfig,
+        reader: Option<Arc<dyn SegmentReader>>,
+        device: DeviceMemory,
+    ) -> Result<Self> {
+        Self::start_over(api, config, reader, Some(device))
+    }
+
+    fn start_over(
+        api: Arc<dyn StoreApi>,
+        config: StoreConfig,
+        reader: Option<Arc<dyn SegmentReader>>,
+        device: Option<DeviceMemory>,
+    ) -> Result<Self> {
         config.check()?;
         if reader.is_some() && config.read_lease.is_none() {
             return Err(Error::new(
@@ -91,6 +114,7 @@ impl StoreTransport {
         capabilities.publish = true;
         capabilities.fetch = true;
         capabilities.cross_host = true;
+        capabilities.device_memory = device.is_some();
         // What lies in this process Mooncake's engine reads, and that reads whole objects.
         capabilities.ranges =
             reader.is_some() && !api.provider().store.object_memory && api.locate(&[])?.is_some();
@@ -103,7 +127,7 @@ impl StoreTransport {
             Some(reader) => Some(Native::new(reader, &*api)?),
             None => None,
         };
-        let memory = Memory::new(api.clone(), &config)?;
+        let memory = Memory::new(api.clone(), &config, device)?;
         let workers = Workers::start(config.threads)?;
         let attendant = Workers::start(1)?;
         let segments = Arc::new(Segments::new(api.clone(), config.segment_silence));
@@ -313,6 +337,11 @@ impl StoreTransport {
 }
 
 impl Shared {
+    /// The kind of memory that is taken beside the host's.
+    fn device_kind(&self) -> Option<RegionKind> {
+        self.memory.device().map(DeviceMemory::kind)
+    }
+
     /// Removes in the background what was put off.
     pub(crate) fn drain_soon(self: &Arc<Self>) {
         let shared = self.clone();
@@ -337,7 +366,7 @@ impl Transport for StoreTransport {
         options: PublishOptions,
     ) -> Result<Vec<Descriptor>> {
         self.open("publish")?;
-        publish::check(&batch)?;
+        publish::check(&batch, self.shared.device_kind())?;
         if batch.is_empty() {
             return Ok(Vec::new());
         }
@@ -359,7 +388,7 @@ impl Transport for StoreTransport {
         options: FetchOptions,
     ) -> Result<Vec<Fetched>> {
         self.open("fetch")?;
-        fetch::check(&requests, self.info.capabilities.ranges)?;
+        fetch::check(&requests, self.info.capabilities.ranges, self.shared.device_kind())?;
         if requests.is_empty() {
             return Ok(Vec::new());
         }
@@ -410,7 +439,9 @@ impl Transport for StoreTransport {
         health.duplicate_frees = load(&ledger.duplicates);
         health.stale_frees = load(&ledger.stale);
         health.host_payload_bytes = load(&ledger.host_bytes);
-        health.quarantined_bytes = memory.quarantined_bytes() + load(&self.shared.abandoned_bytes);
+        let by_device = memory.device().map_or(0, DeviceMemory::quarantined_bytes);
+        health.quarantined_bytes =
+            memory.quarantined_bytes() + by_device + load(&self.shared.abandoned_bytes);
         health.registrations = memory.registrations();
         health.last_error = ledger.last_error();
         Ok(health)

@@ -56,9 +56,13 @@ pub struct Staging(Arc<Inner>);
 struct Inner {
     device: Device,
     config: StagingConfig,
-    pool: RegionPool,
+    buffers: Option<Buffers>,
     streams: Mutex<Vec<Stream>>,
     stuck: Quarantine<Stuck>,
+}
+
+struct Buffers {
+    pool: RegionPool,
     _lock: PageLock, // kept for its Drop
 }
 
@@ -148,13 +152,25 @@ impl Staging {
         }
         let backing = Backing::heap(config.buffer_bytes.saturating_mul(config.buffers.into()))?;
         let lock = PageLock::new(device, &backing)?;
+        let buffers = Buffers { pool: RegionPool::new(backing)?, _lock: lock };
+        Self::make(device, config, Some(buffers))
+    }
+
+    /// Without buffers: for callers whose own memory is page-locked, and that only [send](Crossing::send).
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn without_buffers(device: &Device) -> Result<Self> {
+        Self::make(device, StagingConfig { buffer_bytes: 0, buffers: 0 }, None)
+    }
+
+    fn make(device: &Device, config: StagingConfig, buffers: Option<Buffers>) -> Result<Self> {
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
             config,
-            pool: RegionPool::new(backing)?,
+            buffers,
             streams: Mutex::new(vec![device.stream()?]),
             stuck: Quarantine::new(LAST_WAIT),
-            _lock: lock,
         })))
     }
 
@@ -247,11 +263,13 @@ impl Crossing {
     /// Takes a buffer if one is free.
     ///
     /// # Errors
-    /// What the device reports.
+    /// [`ErrorKind::Unsupported`] if there are none; what the device reports.
     pub fn try_buffer(&mut self) -> Result<Option<RegionMut>> {
         self.let_go_of_done()?;
         let inner = &self.staging.0;
-        Ok(inner.pool.take(inner.config.buffer_bytes as usize).ok())
+        let none = || Error::new(ErrorKind::Unsupported, STAGE, "it was made without buffers");
+        let buffers = inner.buffers.as_ref().ok_or_else(none)?;
+        Ok(buffers.pool.take(inner.config.buffer_bytes as usize).ok())
     }
 
     /// Sends bytes on their way, and returns at once. Sources stay until they are copied; neighbours
