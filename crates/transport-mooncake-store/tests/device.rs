@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use async_trait::async_trait;
 use capture_arena::{
     Backing, RegionPool,
     cuda::{
@@ -25,6 +26,7 @@ use transport_core::{
     ByteSize, Descriptor, Destination, Dtype, ErrorKind, FeatureName, FetchOptions, FetchRequest,
     Fetched, Generation, Publication, PublishOptions, Ready, RegionMut, RegionSlice, Result,
     SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
+    conformance::{Harness, Hook, Outcome, Pair, Setup, run_all},
 };
 use transport_mooncake_store::{DeviceMemory, Layout, StoreConfig, StoreTransport};
 
@@ -367,4 +369,39 @@ async fn a_fetch_that_nobody_waits_for_leaves_the_device_alone() {
     transport.close().await.unwrap();
     drop(transport);
     site.ends_clean();
+}
+
+/// Transports on a device, whose samples lie on the host all the same.
+#[derive(Debug)]
+struct OnDevice;
+
+#[async_trait]
+impl Harness for OnDevice {
+    fn name(&self) -> String {
+        "store transport on a device, over a fake store".into()
+    }
+
+    fn offers(&self, hook: Hook) -> bool {
+        matches!(hook, Hook::TransferDelay)
+    }
+
+    async fn pair(&self, setup: &Setup) -> Result<Pair> {
+        let cluster = Cluster::new();
+        cluster.set_transfer_delay(setup.transfer_delay);
+        let join = || -> Result<Arc<dyn Transport>> {
+            let cuda = ScriptedCuda::new(Machine::default());
+            let device = DeviceMemory::new(&Device::open(cuda, 0)?)?;
+            let api = cluster.client_with_sessions();
+            Ok(Arc::new(StoreTransport::start_on_device(api, config(), None, device)?))
+        };
+        Ok(Pair::new(join()?, join()?))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn samples_of_the_host_are_moved_as_without_a_device() {
+    let report = run_all(&OnDevice).await;
+    let failed = report.cases.iter().filter(|case| matches!(case.outcome, Outcome::Failed(_)));
+    assert_eq!(failed.count(), 0, "{report}");
+    assert!(report.cases.len() > 50, "{report}");
 }

@@ -8,6 +8,8 @@
 #[path = "../../../mooncake-sys/tests/support/mod.rs"]
 mod support;
 
+#[cfg(feature = "cuda")]
+mod device;
 mod inputs;
 #[path = "../lent/mod.rs"]
 mod lent;
