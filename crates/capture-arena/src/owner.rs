@@ -1,11 +1,10 @@
-//! The one thread that owns an arena's books, and the handle through which everybody talks to it.
+//! The handle through which everybody talks to an arena's books.
 
+mod desk;
 mod wait;
 
 use std::{
-    collections::HashMap,
     fmt,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -14,7 +13,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use transport_core::{
@@ -23,18 +21,13 @@ use transport_core::{
 
 use crate::{
     Backing, ExportTable,
-    arena::{
-        ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList, Ticket,
-    },
+    arena::{ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList},
     reservation::{Births, FillGuard, Reservation, SamplePlan, plan},
 };
 
+pub(crate) use desk::Desk;
 pub(crate) use wait::block_on;
-use wait::spin;
 
-/// Work done between two looks at leases and waiting batches, as [`Command::weight`] counts it:
-/// some milliseconds at most, whatever clients send.
-const BURST: usize = 4096;
 /// Bytes that a request takes besides its keys: itself, and its boxed reply.
 const REQUEST_BYTES: usize = size_of::<Command>() + 128;
 /// Longest wait for room that a reservation may ask for.
@@ -128,7 +121,7 @@ pub struct FreeRequest {
     pub client: Option<ClientId>,
     /// What.
     pub objects: ObjectList,
-    /// Told the outcome, on the owner thread: it must not block.
+    /// Told the outcome, by whoever does it: it must not block.
     pub reply: Option<Box<dyn FnOnce(FreeOutcome) + Send>>,
 }
 
@@ -138,7 +131,7 @@ pub struct HoldRequest {
     pub client: ClientId,
     /// What.
     pub objects: ObjectList,
-    /// Told the outcome, on the owner thread: it must not block.
+    /// Told the outcome, by whoever does it: it must not block.
     pub reply: Option<Box<dyn FnOnce(HoldOutcome) + Send>>,
 }
 
@@ -151,14 +144,21 @@ struct Inner {
     export: ExportTable,
     capacity: u64,
     deadline: Duration,
-    commands: Sender<Command>,
+    desk: Desk,
     backlog: Arc<AtomicUsize>,
     owner: Mutex<Option<JoinHandle<()>>>,
 }
 
 pub(crate) enum Command {
-    Reserve { plan: BatchPlan, deadline: Instant, reply: oneshot::Sender<Result<Granted>> },
-    Publish { batch: u32, reply: oneshot::Sender<Result<Births>> },
+    Reserve {
+        plan: BatchPlan,
+        deadline: Instant,
+        reply: oneshot::Sender<Result<Granted>>,
+    },
+    Publish {
+        batch: u32,
+        reply: oneshot::Sender<Result<Births>>,
+    },
     Unpublish(Vec<(u32, Sequence)>),
     Abort(u32),
     Free(FreeRequest, Queued),
@@ -170,6 +170,8 @@ pub(crate) enum Command {
     Greet(ClientId, Duration, Option<MapMark>, oneshot::Sender<Result<()>>),
     Reclaim(u32),
     Health(oneshot::Sender<ArenaHealth>),
+    /// Look again when there is something to do by itself.
+    Look,
     Close,
 }
 
@@ -189,6 +191,7 @@ impl Command {
     /// What handling it costs, against one plain command.
     fn weight(&self) -> usize {
         let keys = match self {
+            Self::Reserve { plan, .. } => plan.samples.iter().map(|s| s.objects.len()).sum(),
             Self::Free(FreeRequest { objects, .. }, _)
             | Self::Hold(HoldRequest { objects, .. }, _)
             | Self::Unhold(_, objects, _) => objects.len(),
@@ -207,44 +210,32 @@ pub(crate) struct Granted {
 impl Arena {
     /// Starts the owner thread of `backing`.
     pub fn start(backing: Backing, config: ArenaConfig) -> Result<Self> {
-        let (commands, inbox) = unbounded();
-        let reclaim = commands.clone();
-        let mut books =
-            CaptureArena::with_reclaim(backing.bytes_len(), config.lease, move |object| {
-                // After the arena is closed nobody asks for the range any more.
-                let _ = reclaim.send(Command::Reclaim(object));
-            })?;
-        let probed = backing.clone();
-        books.set_probe(move |mark| probed.is_mapped_by(mark));
+        let capacity = backing.bytes_len();
         let base = match config.base {
             BaseAddress::Backing => RemoteAddr(backing.address()),
             BaseAddress::Fixed(base) => base,
         };
-        let capacity = backing.bytes_len();
         if base.checked_add(capacity).is_none() {
             let why = "the arena would end beyond the last address";
             return Err(Error::new(ErrorKind::ConfigInvalid, "start arena", why)
                 .with("base", format_args!("{:#x}", base.0)));
         }
-        let export = ExportTable { index: books.index().clone(), backing: backing.clone(), base };
-        let owner = Owner {
-            books,
-            backing,
-            commands: commands.clone(),
-            inbox,
-            replies: HashMap::new(),
-            last_ticket: 0,
-        };
-        let thread = thread::Builder::new()
-            .name("arena-owner".into())
-            .spawn(move || owner.run())
-            .map_err(|e| Error::io("start arena", e))?;
+        let mut index = None;
+        let (desk, thread) = Desk::start(&backing, |reclaim| {
+            let mut books = CaptureArena::with_reclaim(capacity, config.lease, reclaim)?;
+            let probed = backing.clone();
+            books.set_probe(move |mark| probed.is_mapped_by(mark));
+            index = Some(books.index().clone());
+            Ok(books)
+        })?;
+        let index = index.expect("the desk has books");
+        let export = ExportTable { index, backing, base };
         Ok(Self(Arc::new(Inner {
             epoch: Epoch::random(),
             export,
             capacity,
             deadline: config.deadline,
-            commands,
+            desk,
             backlog: Arc::default(),
             owner: Mutex::new(Some(thread)),
         })))
@@ -294,7 +285,8 @@ impl Arena {
         let (plan, samples) = plan(batch, options.replace)?;
         let wait = options.deadline.unwrap_or(self.0.deadline).min(MAX_DEADLINE);
         let (reply, answer) = oneshot::channel();
-        self.send("reserve", Command::Reserve { plan, deadline: Instant::now() + wait, reply })?;
+        let deadline = Instant::now() + wait;
+        self.0.desk.ask("reserve", Command::Reserve { plan, deadline, reply })?;
         let granted = answer.await.map_err(|_| closed("reserve"))??;
         Ok(Reservation::new(granted, samples, self.base()))
     }
@@ -313,14 +305,14 @@ impl Arena {
     /// that it was greeted with, if any.
     pub fn client_seen(&self, client: &ClientId, lease: Duration, mark: Option<MapMark>) {
         let queued = self.queued(None);
-        self.tell(Command::Seen(client.clone(), lease, mark, queued));
+        self.0.desk.tell(Command::Seen(client.clone(), lease, mark, queued));
     }
 
     /// A client introduces itself, with the mark under which it maps the arena if it does; as
     /// [`Self::client_seen`] otherwise.
     ///
     /// Fails with [`ErrorKind::Busy`] while a client of the same name and another mark, or none,
-    /// is connected or maps the arena. For threads that may block; the owner thread answers soon.
+    /// is connected or maps the arena. For threads that may block; it is answered soon.
     pub fn client_greets_blocking(
         &self,
         client: &ClientId,
@@ -328,38 +320,38 @@ impl Arena {
         mark: Option<MapMark>,
     ) -> Result<()> {
         let (reply, answer) = oneshot::channel();
-        self.send("greet", Command::Greet(client.clone(), lease, mark, reply))?;
+        self.0.desk.ask("greet", Command::Greet(client.clone(), lease, mark, reply))?;
         block_on(answer).map_err(|_| closed("greet"))?
     }
 
     /// A client's last connection is gone: its holds live for one more lease.
     pub fn client_lost(&self, client: &ClientId) {
-        self.tell(Command::Lost(client.clone()));
+        self.0.desk.tell(Command::Lost(client.clone()));
     }
 
     /// A client says goodbye: its holds end now, or as soon as it maps the arena no more.
     pub fn client_bye(&self, client: &ClientId) {
-        self.tell(Command::Bye(client.clone()));
+        self.0.desk.tell(Command::Bye(client.clone()));
     }
 
     /// Lets go of objects; see [`CaptureArena::free`]. Never blocks. After [`Self::close`] the
     /// reply is dropped without a call.
     pub fn free(&self, request: FreeRequest) {
         let queued = self.queued(Some(&request.objects));
-        self.tell(Command::Free(request, queued));
+        self.0.desk.tell(Command::Free(request, queued));
     }
 
     /// Claims objects; see [`CaptureArena::hold`]. Never blocks. After [`Self::close`] the reply
     /// is dropped without a call.
     pub fn hold(&self, request: HoldRequest) {
         let queued = self.queued(Some(&request.objects));
-        self.tell(Command::Hold(request, queued));
+        self.0.desk.tell(Command::Hold(request, queued));
     }
 
     /// Gives claims back without freeing anything; see [`CaptureArena::unhold`]. Never blocks.
     pub fn unhold(&self, client: &ClientId, objects: ObjectList) {
         let queued = self.queued(Some(&objects));
-        self.tell(Command::Unhold(client.clone(), objects, queued));
+        self.0.desk.tell(Command::Unhold(client.clone(), objects, queued));
     }
 
     /// Bytes of what clients have asked for and the owner thread has not done yet.
@@ -373,7 +365,7 @@ impl Arena {
     /// Measures the arena, after everything that was sent before.
     pub async fn health(&self) -> Result<ArenaHealth> {
         let (reply, answer) = oneshot::channel();
-        self.send("health", Command::Health(reply))?;
+        self.0.desk.ask("health", Command::Health(reply))?;
         answer.await.map_err(|_| closed("health"))
     }
 
@@ -393,20 +385,11 @@ impl Arena {
         self.0.backlog.fetch_add(bytes, Ordering::Relaxed);
         Queued { backlog: self.0.backlog.clone(), bytes }
     }
-
-    fn send(&self, operation: &'static str, command: Command) -> Result<()> {
-        self.0.commands.send(command).map_err(|_| closed(operation))
-    }
-
-    /// Sends what needs no answer; a closed arena has no use for it.
-    fn tell(&self, command: Command) {
-        let _ = self.0.commands.send(command);
-    }
 }
 
 impl Inner {
     fn close(&self) {
-        let _ = self.commands.send(Command::Close);
+        self.desk.tell(Command::Close);
         let Some(thread) = self.owner.lock().take() else { return };
         // A reply may hold the last handle; the owner thread cannot wait for itself.
         if thread.thread().id() != thread::current().id() && thread.join().is_err() {
@@ -423,127 +406,6 @@ impl Drop for Inner {
 
 pub(crate) fn closed(operation: &'static str) -> Error {
     Error::new(ErrorKind::Closed, operation, "the arena is closed")
-}
-
-struct Owner {
-    books: CaptureArena,
-    backing: Backing,
-    commands: Sender<Command>,
-    inbox: Receiver<Command>,
-    replies: HashMap<Ticket, oneshot::Sender<Result<Granted>>>,
-    last_ticket: Ticket,
-}
-
-impl Owner {
-    fn run(mut self) {
-        let mut open = true;
-        while open {
-            let first = match (spin(|| self.inbox.try_recv().ok()), self.books.next_deadline()) {
-                (Some(command), _) => Ok(command),
-                (None, Some(at)) => self.inbox.recv_deadline(at),
-                (None, None) => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            };
-            open &= !matches!(first, Err(RecvTimeoutError::Disconnected));
-            // What has arrived counts before anybody is refused, but for a flood.
-            let mut next = first.or_else(|_| self.inbox.try_recv()).ok();
-            let mut done = 0;
-            while let Some(command) = next {
-                done += command.weight();
-                open &= self.handle(command);
-                next = if done < BURST { self.inbox.try_recv().ok() } else { None };
-            }
-            self.answer_waiting();
-        }
-        for ticket in self.books.close() {
-            if let Some(reply) = self.replies.remove(&ticket) {
-                let _ = reply.send(Err(closed("reserve")));
-            }
-        }
-        for command in self.inbox.clone().try_iter() {
-            self.handle(command);
-        }
-    }
-
-    fn answer_waiting(&mut self) {
-        let books = &mut self.books;
-        self.replies.retain(|ticket, reply| {
-            let wanted = !reply.is_closed();
-            if !wanted {
-                books.cancel(*ticket);
-            }
-            wanted
-        });
-        for (ticket, answer) in self.books.poll(Instant::now()) {
-            match (self.replies.remove(&ticket), answer) {
-                (Some(reply), answer) => self.answer(reply, answer),
-                (None, Ok(grant)) => self.books.abort(grant.batch),
-                (None, Err(_)) => {}
-            }
-        }
-    }
-
-    /// A grant that nobody receives is dropped with the message, and gives itself up.
-    fn answer(&self, reply: oneshot::Sender<Result<Granted>>, answer: Result<Grant>) {
-        let granted = answer.map(|grant| {
-            let guard = FillGuard::new(grant.batch, self.commands.clone(), self.backing.clone());
-            Granted { grant, guard: Arc::new(guard) }
-        });
-        let _ = reply.send(granted);
-    }
-
-    /// Does what is asked; false to end.
-    fn handle(&mut self, command: Command) -> bool {
-        let now = Instant::now();
-        match command {
-            Command::Reserve { plan, deadline, reply } => {
-                self.last_ticket += 1;
-                match self.books.reserve(plan, self.last_ticket, deadline, now) {
-                    Ok(None) => drop(self.replies.insert(self.last_ticket, reply)),
-                    Ok(Some(grant)) => self.answer(reply, Ok(grant)),
-                    Err(error) => self.answer(reply, Err(error)),
-                }
-            }
-            Command::Publish { batch, reply } => {
-                let lives = self.books.publish_lives(batch, now);
-                let births = lives.map(|lives| Births::new(lives, self.commands.clone()));
-                if let Err(Ok(unheard)) = reply.send(births) {
-                    self.books.unpublish(&unheard.heard()); // before anything asked later
-                }
-            }
-            Command::Unpublish(lives) => self.books.unpublish(&lives),
-            Command::Abort(batch) => self.books.abort(batch),
-            Command::Free(FreeRequest { client, objects, reply }, _queued) => {
-                let outcome = self.books.free(client.as_ref(), &objects);
-                call(reply, outcome);
-            }
-            Command::Hold(HoldRequest { client, objects, reply }, _queued) => {
-                let outcome = self.books.hold(&client, &objects, now);
-                call(reply, outcome);
-            }
-            Command::Unhold(client, objects, _queued) => self.books.unhold(&client, &objects),
-            Command::Seen(client, lease, mark, _queued) => {
-                self.books.client_seen(&client, lease, mark, now);
-            }
-            Command::Lost(client) => self.books.client_lost(&client, now),
-            Command::Bye(client) => self.books.client_bye(&client, now),
-            Command::Greet(client, lease, mark, reply) => {
-                drop(reply.send(self.books.client_greets(&client, lease, mark, now)));
-            }
-            Command::Reclaim(object) => self.books.reclaim(object),
-            Command::Health(reply) => drop(reply.send(self.books.health(now))),
-            Command::Close => return false,
-        }
-        true
-    }
-}
-
-/// Calls a reply; one that panics does not take the owner thread with it.
-fn call<T>(reply: Option<Box<dyn FnOnce(T) + Send>>, outcome: T) {
-    if let Some(reply) = reply
-        && catch_unwind(AssertUnwindSafe(|| reply(outcome))).is_err()
-    {
-        tracing::error!("a reply of an arena request has panicked");
-    }
 }
 
 impl fmt::Debug for Inner {

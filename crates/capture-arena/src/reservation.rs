@@ -18,7 +18,7 @@ use transport_core::{
 use crate::{
     Backing,
     arena::{BatchPlan, PlannedObject, PlannedSample},
-    owner::{Command, Granted, block_on, closed},
+    owner::{Command, Desk, Granted, block_on, closed},
 };
 
 /// A sample to reserve ranges for.
@@ -259,21 +259,19 @@ impl Drop for Births {
 pub(crate) struct FillGuard {
     batch: u32,
     settled: AtomicBool,
-    commands: Sender<Command>,
+    desk: Desk,
     backing: Backing, // a writer may outlive the arena
 }
 
 impl FillGuard {
-    pub(crate) fn new(batch: u32, commands: Sender<Command>, backing: Backing) -> Self {
-        Self { batch, settled: AtomicBool::new(false), commands, backing }
+    pub(crate) fn new(batch: u32, desk: Desk, backing: Backing) -> Self {
+        Self { batch, settled: AtomicBool::new(false), desk, backing }
     }
 
     fn publish(&self) -> Result<oneshot::Receiver<Result<Births>>> {
         let (reply, answer) = oneshot::channel();
         self.settled.store(true, Ordering::Relaxed);
-        self.commands
-            .send(Command::Publish { batch: self.batch, reply })
-            .map_err(|_| closed("publish"))?;
+        self.desk.ask("publish", Command::Publish { batch: self.batch, reply })?;
         Ok(answer)
     }
 }
@@ -282,7 +280,7 @@ impl Drop for FillGuard {
     fn drop(&mut self) {
         if !*self.settled.get_mut() {
             // A closed arena needs no range back.
-            let _ = self.commands.send(Command::Abort(self.batch));
+            self.desk.tell(Command::Abort(self.batch));
         }
     }
 }

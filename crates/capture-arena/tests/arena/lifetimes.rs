@@ -421,24 +421,35 @@ async fn a_dropped_future_gives_everything_up() {
     drop(batch);
     // A publication nobody hears of is freed again, also if the answer was on its way already.
     for waits in [false, true] {
-        loop {
-            let batch = arena.reserve(vec![plan("c", &[4096])], soon(5000)).await.unwrap();
-            let mut publish = std::pin::pin!(batch.publish());
-            let waker = std::task::Waker::noop();
-            let asked = publish.as_mut().poll(&mut std::task::Context::from_waker(waker));
-            if waits {
-                assert_eq!(arena.health().await.unwrap().resident_samples, 1); // it has answered
-            }
-            if asked.is_pending() {
-                break;
-            }
-            free(&arena, None, keys(&[key("c", 0)])); // a quick answer: this one was heard
+        let batch = arena.reserve(vec![plan("c", &[4096])], soon(5000)).await.unwrap();
+        let busy = keep_busy(&arena);
+        let mut publish = std::pin::pin!(batch.publish());
+        let waker = std::task::Waker::noop();
+        let asked = publish.as_mut().poll(&mut std::task::Context::from_waker(waker));
+        assert!(asked.is_pending(), "somebody else is at the books");
+        drop(busy);
+        if waits {
+            assert_eq!(arena.health().await.unwrap().resident_samples, 1); // it has answered
         }
     }
     let published = arena.reserve(vec![plan("d", &[4096])], soon(5000)).await.unwrap();
     let published = published.publish().await.unwrap();
     assert_eq!(published[0].objects[0].address, Some(arena.base()));
     assert_eq!(arena.health().await.unwrap().resident_samples, 1);
+}
+
+/// Has the owner thread at the books until the answer is dropped: it hears of a free for so long.
+fn keep_busy(arena: &Arena) -> std::sync::mpsc::Sender<()> {
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let (begin, begun) = std::sync::mpsc::channel();
+    let many: Vec<_> = (0..100).map(|i| key("nobody's", i)).collect(); // too many to be done in passing
+    let reply = move |_| {
+        begin.send(()).unwrap();
+        let _ = released.recv(); // dropped
+    };
+    arena.free(FreeRequest { client: None, objects: keys(&many), reply: Some(Box::new(reply)) });
+    begun.recv().unwrap();
+    release
 }
 
 /// Readers check their bytes while writers publish, replace and free as fast as they can.
