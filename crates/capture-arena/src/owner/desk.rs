@@ -279,3 +279,27 @@ fn call<T>(reply: Option<Box<dyn FnOnce(T) + Send>>, outcome: T) {
         tracing::error!("a reply of an arena request has panicked");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use transport_core::ErrorKind;
+
+    use super::super::{Arena, ArenaConfig};
+    use super::*;
+
+    #[test]
+    fn a_panic_at_the_books_closes_the_arena() {
+        let arena = Arena::start(Backing::heap(4096).unwrap(), ArenaConfig::default()).unwrap();
+        assert!(arena.health_blocking().is_ok());
+        let owner = arena.0.desk.owner.clone();
+        let panics = thread::spawn(move || {
+            let _at_the_books = owner.lock().unwrap();
+            panic!("scripted");
+        });
+        assert!(panics.join().is_err());
+        for _ in 0..2 {
+            assert_eq!(arena.health_blocking().unwrap_err().kind(), ErrorKind::Closed);
+        }
+        arena.close();
+    }
+}
