@@ -9,7 +9,7 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -391,8 +391,8 @@ impl Inner {
     fn close(&self) {
         self.desk.tell(Command::Close);
         let Some(thread) = self.owner.lock().take() else { return };
-        // A reply may hold the last handle; the owner thread cannot wait for itself.
-        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+        // A reply may hold the last handle, and the owner thread waits for whoever calls it.
+        if !Desk::is_here() && thread.join().is_err() {
             tracing::error!("the arena's owner thread has panicked");
         }
     }

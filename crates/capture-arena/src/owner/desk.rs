@@ -3,6 +3,7 @@
 //! whole request does, and twice as long to and fro.
 
 use std::{
+    cell::Cell,
     collections::HashMap,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, Weak},
@@ -27,6 +28,11 @@ const BURST: usize = 4096;
 /// Work that a caller does who waits for it, what was asked before it included: about the time that
 /// waking the owner thread and being woken takes.
 const HERE: usize = 64;
+
+thread_local! {
+    /// Whether this thread is at the books of some arena.
+    static IS_HERE: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The way to the books of an arena. Cheap to clone.
 #[derive(Clone)]
@@ -97,15 +103,38 @@ impl Desk {
         if command.weight() > HERE {
             return Err(command);
         }
-        match self.owner.try_lock() {
-            Ok(mut owner) => owner.serve(command),
-            Err(_) => Err(command),
-        }
+        let Ok(mut owner) = self.owner.try_lock() else { return Err(command) };
+        let _here = Here::come();
+        owner.serve(command)
+    }
+
+    /// Whether this thread is at the books of some arena: in a reply, which must not wait for anybody
+    /// else to come to them.
+    pub(super) fn is_here() -> bool {
+        IS_HERE.get()
+    }
+}
+
+/// This thread's time at the books.
+struct Here {
+    before: bool,
+}
+
+impl Here {
+    fn come() -> Self {
+        Self { before: IS_HERE.replace(true) }
+    }
+}
+
+impl Drop for Here {
+    fn drop(&mut self) {
+        IS_HERE.set(self.before);
     }
 }
 
 /// The owner thread: does what others leave to it, and what is due by itself.
 fn run(desk: &Mutex<Owner>, inbox: Receiver<Command>) {
+    let _here = Here::come();
     loop {
         // Taken out only by who is at the books: what waits here was asked before.
         let Ok(wakes) = desk.lock().map(|mut owner| owner.rests()) else { break };

@@ -410,6 +410,26 @@ fn replies_may_panic_or_hold_the_last_handle() {
     finished.recv_timeout(Duration::from_secs(10)).unwrap();
 }
 
+/// Whoever publishes does what was asked before, too, and so may let go of the last handle.
+#[test]
+fn a_publisher_may_come_by_a_reply_with_the_last_handle() {
+    let (done, finished) = std::sync::mpsc::channel();
+    thread::spawn(move || {
+        for _ in 0..2000 {
+            let arena = arena(4096);
+            let batch = arena.reserve_blocking(vec![plan("a", &[512])], soon(1000)).unwrap();
+            let last = arena.clone();
+            let reply = move |_| drop(last);
+            let objects = keys(&[key("a", 0)]);
+            arena.free(FreeRequest { client: None, objects, reply: Some(Box::new(reply)) });
+            drop(arena);
+            let _ = batch.publish_blocking(); // published, or closed already
+        }
+        done.send(()).unwrap();
+    });
+    assert!(finished.recv_timeout(Duration::from_secs(60)).is_ok(), "it hangs");
+}
+
 #[tokio::test]
 async fn a_dropped_future_gives_everything_up() {
     let arena = Arena::start(Backing::heap(4096).unwrap(), ArenaConfig::default()).unwrap();
