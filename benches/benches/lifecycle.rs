@@ -1,7 +1,7 @@
 //! What the lifecycle costs a trainer: the ledger, cleaning up, and waiting. Each figure stands beside
 //! what it has to be.
 //!
-//! `cargo bench -p featurestore-benches --bench lifecycle [-- ledger|cleanup|wait]`
+//! `cargo bench -p featurestore-benches --bench lifecycle [-- ledger|cleanup|steps|wait]`
 
 use std::{
     fs::File,
@@ -22,8 +22,8 @@ use featurestore::{
 };
 use indexmap::IndexMap;
 use transport_core::{
-    Descriptor, Dtype, FeatureDescriptor, FeatureName, Generation, Location, RemoteAddr, SampleId,
-    SampleKey, SessionName, StoreId, TensorMeta, TokenLocation,
+    ClientId, Descriptor, Dtype, FeatureDescriptor, FeatureName, Generation, Location, RemoteAddr,
+    SampleId, SampleKey, SessionName, StoreId, TensorMeta, TokenLocation,
 };
 use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine, SinkConfig};
 
@@ -35,7 +35,9 @@ fn main() {
         return;
     }
     let wanted: Vec<_> = args.iter().filter(|arg| !arg.starts_with("--")).collect();
-    for (name, bench) in [("ledger", ledger as fn()), ("cleanup", cleanup), ("wait", wait)] {
+    for (name, bench) in
+        [("ledger", ledger as fn()), ("cleanup", cleanup), ("steps", steps), ("wait", wait)]
+    {
         if wanted.is_empty() || wanted.iter().any(|w| *w == name) {
             bench();
         }
@@ -214,6 +216,17 @@ fn key(i: usize) -> SampleKey {
 
 /// Publishes `count` samples of four tensors; the first has `bytes` bytes.
 fn publish(sink: &CaptureSink, count: usize, bytes: u64) -> Vec<Arc<Descriptor>> {
+    publish_each(sink, 0..count, 1, bytes, None)
+}
+
+/// The same for samples of these numbers and this generation, held for somebody from the start.
+fn publish_each(
+    sink: &CaptureSink,
+    numbers: impl Iterator<Item = usize>,
+    generation: u64,
+    bytes: u64,
+    holder: Option<&ClientId>,
+) -> Vec<Arc<Descriptor>> {
     let objects: Vec<_> = [bytes, 512, 512, 512]
         .into_iter()
         .enumerate()
@@ -222,8 +235,12 @@ fn publish(sink: &CaptureSink, count: usize, bytes: u64) -> Vec<Arc<Descriptor>>
             (FeatureName::new(format!("t{i}")).expect("a name"), meta)
         })
         .collect();
-    let plan = |i| SamplePlan { sample: key(i), objects: objects.clone(), holder: None };
-    let plans: Vec<_> = (0..count).map(plan).collect();
+    let plans = numbers.map(|i| SamplePlan {
+        sample: SampleKey { generation: Generation(generation), ..key(i) },
+        objects: objects.clone(),
+        holder: holder.cloned(),
+    });
+    let plans: Vec<_> = plans.collect();
     let options = ReserveOptions::default();
     let reservation = sink.reserve_blocking(plans, options).expect("room");
     reservation.publish_blocking().expect("published").into_iter().map(Arc::new).collect()
@@ -280,6 +297,62 @@ fn cleanup() {
         })
         .collect();
     figure("token wire", quantile(&mut times, 0.5), Duration::from_millis(6));
+}
+
+/// Bytes that are written before each measurement of [`steps`], so that nothing of it is in a cache.
+const EVICT: usize = 256 << 20;
+/// Pause before each step, after which every thread sleeps, as in a step of a real trainer.
+const PAUSE: Duration = Duration::from_millis(3);
+
+/// Freeing 512 samples of two servers as a trainer does at its optimizer boundaries: read before, and
+/// out of every cache by then. In one step, and in 32.
+fn steps() {
+    const SAMPLES: usize = 512;
+    const ROUNDS: usize = 40;
+    println!("\nsteps: 512 samples of two servers, read before and not in a cache; of {ROUNDS}");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let sinks = [sink(64 << 20), sink(64 << 20)];
+    let transport = shm();
+    for sink in &sinks {
+        let soon = Instant::now() + Duration::from_secs(10);
+        transport.announce(sink.control(), soon).expect("a greeting");
+    }
+    let samples = Samples::over(transport.clone(), Retention::default());
+    let mut evict = vec![0u8; EVICT];
+    let mut times = [Vec::new(), Vec::new()];
+    for round in 0..ROUNDS {
+        for (size, times) in [SAMPLES, 16].into_iter().zip(&mut times) {
+            let keys = |parity| (0..SAMPLES).filter(move |i| i % 2 == parity);
+            let holder = Some(transport.client_id());
+            let [even, odd] =
+                [0, 1].map(|i| publish_each(&sinks[i], keys(i), round as u64, 4096, holder));
+            let all: Vec<_> = even.into_iter().zip(odd).flat_map(|(a, b)| [a, b]).collect();
+            runtime.block_on(async {
+                samples.adopt(&all).await.expect("adopted");
+                for sample in &all {
+                    let leased = samples.get(sample, Duration::from_secs(10)).await.expect("read");
+                    let token = leased.token.clone();
+                    drop(leased);
+                    samples.release(&token).await;
+                }
+            });
+            evict.iter_mut().step_by(64).for_each(|byte| *byte = byte.wrapping_add(1));
+            let mut sum = Duration::ZERO;
+            for step in all.chunks(size) {
+                std::thread::sleep(PAUSE);
+                let start = Instant::now();
+                let freed = runtime.block_on(samples.settle(step));
+                sum += start.elapsed();
+                assert_eq!((freed.freed, freed.pending), (size as u64, 0));
+            }
+            times.push(sum);
+        }
+    }
+    std::hint::black_box(&evict);
+    for (name, times) in ["one step", "32 steps, their sum"].iter().zip(&mut times) {
+        let [low, median, high] = [0.25, 0.5, 0.75].map(|part| quantile(times, part));
+        println!("{name:>36} {median:>12.1?}   ({low:.1?} .. {high:.1?})");
+    }
 }
 
 /// Answers release requests as the documented server does; it ends with this process.
