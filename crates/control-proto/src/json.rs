@@ -275,7 +275,9 @@ pub(crate) fn byte_position(text: &str, error: &serde_json::Error) -> usize {
 
 /// Appends a JSON string literal.
 pub(crate) fn write_string(out: &mut Vec<u8>, text: &str) {
-    if text.bytes().all(|b| b >= 0x20 && b != b'"' && b != b'\\') {
+    // All of them, whatever is found: a loop without an early end is several times as fast.
+    let escapes = |any, b| any | (b < 0x20) | (b == b'"') | (b == b'\\');
+    if !text.bytes().fold(false, escapes) {
         out.push(b'"');
         out.extend_from_slice(text.as_bytes());
         out.push(b'"');

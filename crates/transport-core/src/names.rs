@@ -205,7 +205,21 @@ impl SampleKey {
 
     /// Key of one tensor of the sample.
     pub fn object(&self, name: &FeatureName) -> ObjectKey {
-        ObjectKey(format!("{self}/{name}").into())
+        let mut key = String::with_capacity(128); // enough for most
+        self.push_prefix(&mut key);
+        key.push_str(name.as_str());
+        ObjectKey(key.into())
+    }
+
+    /// Appends what the keys of all its tensors begin with: all but their names.
+    pub fn push_prefix(&self, out: &mut String) {
+        // Piece by piece: a step's frees write thousands of keys.
+        out.push_str(self.store_id.as_str());
+        out.push('/');
+        out.push_str(self.sample_id.as_str());
+        out.push_str("/g");
+        // Writing to a string cannot fail.
+        let _ = fmt::Write::write_fmt(out, format_args!("{}/", self.generation.0));
     }
 }
 
@@ -299,6 +313,12 @@ mod tests {
         assert_eq!(key.as_str(), "run0/run0:task/7/g1/input_ids");
         assert_eq!(key.parts(), ("run0", "run0:task/7", Generation(1), "input_ids"));
         assert_eq!(key.as_str().parse::<ObjectKey>().unwrap(), key);
+        let mut prefix = "#".to_owned();
+        sample.push_prefix(&mut prefix);
+        assert_eq!(
+            (prefix, sample.to_string()),
+            (format!("#{sample}/"), "run0/run0:task/7/g1".into())
+        );
     }
 
     #[test]

@@ -7,8 +7,8 @@
 //!
 //! - [`LineDecoder`] cuts a byte stream into lines, within the bounds of [`Limits`] and [`Budget`];
 //! - [`Request`] and [`Response`] are what a line means; parsing borrows from the line;
-//! - [`write_keys`], [`write_hello`], [`write_hold`], [`write_free`], [`write_health`],
-//!   [`write_ping`], [`write_bye`] and [`Response::write`] append whole lines to a buffer.
+//! - [`write_keys`], [`write_hello`], [`write_hold`], [`write_free`],
+//!   [`write_free_samples`], [`write_health`], [`write_ping`], [`write_bye`] and [`Response::write`] append whole lines to a buffer.
 //!
 //! A bad line is a [`BadLine`]: one counted error, and the connection goes on. A line without an
 //! end is a [`Fatal`]: the connection is closed, since its next line cannot be found.
@@ -17,16 +17,18 @@ mod keys;
 mod lines;
 mod request;
 mod response;
+mod write;
 
 use transport_core::{Error, ErrorKind};
 
 pub use keys::{KeyList, Keys};
 pub use lines::{Budget, DecoderCounts, Fatal, LineDecoder, Refused, Share};
-pub use request::{
-    Hello, Objects, Request, write_bye, write_free, write_health, write_hello, write_hold,
+pub use request::{Hello, Objects, Request};
+pub use response::{ArenaInfo, Code, Response, ServerHello, ShmInfo};
+pub use write::{
+    write_bye, write_free, write_free_samples, write_health, write_hello, write_hold,
     write_hold_at, write_keys, write_ping, write_unhold,
 };
-pub use response::{ArenaInfo, Code, Response, ServerHello, ShmInfo};
 
 /// Version of the extended lines that this crate speaks.
 pub const VERSION: u32 = 1;

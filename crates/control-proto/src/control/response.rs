@@ -6,7 +6,8 @@ use transport_core::{Epoch, Health, RemoteAddr, Sequence, SessionName};
 
 use super::{
     BadLine, Limits, VERSION, bad_field, checked_text, lease_from_millis,
-    request::{millis, not_a_message, open_op, write_id},
+    request::not_a_message,
+    write::{millis, open_op, write_id},
 };
 use crate::json::{
     ListFault, RawObject, Text, bounded_list, write_number, write_string, write_value,

@@ -7,7 +7,8 @@ use std::{
 };
 
 use control_proto::control::{
-    Limits, Objects, write_free, write_health, write_hold_at, write_keys, write_ping, write_unhold,
+    Limits, Objects, write_free_samples, write_health, write_hold_at, write_keys, write_ping,
+    write_unhold,
 };
 use crossbeam_channel::Sender;
 use transport_core::{Epoch, Error, ErrorKind, Health, RemoteAddr, Result, Sequence};
@@ -168,11 +169,7 @@ impl FreeLine {
         limits: &Limits,
     ) -> Result<()> {
         let samples = &self.batch.samples[self.samples.clone()];
-        let objects = samples.iter().flat_map(|sample| {
-            let features = sample.features.iter();
-            features.map(|(name, feature)| (sample.sample.object(name), feature.seq))
-        });
-        write_free(out, id, epoch, objects.map(|(key, seq)| (key.shared(), seq)), limits)
+        write_free_samples(out, id, epoch, samples.iter().map(|sample| &**sample), limits)
     }
 
     /// As lists of keys, which are not answered.
