@@ -238,17 +238,15 @@ impl Acknowledger {
         }
         // A sample that could not be read in time may still be on its server; it is captured again
         // as another life, which a free of this one does not touch.
-        runtime.block_on(samples.abort_many(&step.lost));
-        let own = step.trained.iter().map(|descriptor| descriptor.sample.sample_id.clone());
-        let mut wanted: Vec<SampleId> = std::mem::take(&mut self.unconfirmed);
-        let before = wanted.len();
-        wanted.extend(own.chain(step.lost.iter().cloned()));
-        let left = if before > 0 || samples.health().release_pending > 0 {
-            runtime.block_on(samples.retry_frees(Some(&wanted))).1
-        } else {
-            Vec::new()
-        };
-        self.unconfirmed = left;
+        if !step.lost.is_empty() {
+            runtime.block_on(samples.abort_many(&step.lost));
+        }
+        let mut wanted = std::mem::take(&mut self.unconfirmed);
+        if !wanted.is_empty() || samples.release_pending() > 0 {
+            let own = step.trained.iter().map(|descriptor| descriptor.sample.sample_id.clone());
+            wanted.extend(own.chain(step.lost.iter().cloned()));
+            self.unconfirmed = runtime.block_on(samples.retry_frees(Some(&wanted))).1;
+        }
         let pending: Vec<String> = self.unconfirmed.iter().map(ToString::to_string).collect();
         let error = (!pending.is_empty())
             .then(|| format!("{} frees are not confirmed, first {}", pending.len(), pending[0]));

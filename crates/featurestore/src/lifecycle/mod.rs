@@ -16,6 +16,7 @@ mod residents;
 mod tests;
 
 use std::{
+    collections::HashSet,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -258,17 +259,13 @@ impl Samples {
     /// Frees samples that need not have been adopted here, such as those that a ledger names after
     /// a restart.
     pub async fn settle(&self, samples: &[Arc<Descriptor>]) -> Freed {
-        {
+        let batch = {
             let mut books = self.books.lock();
-            for descriptor in samples {
-                // Another store's sample, or another generation, may have the same id.
-                let same = books.key(&descriptor.sample.sample_id) == Some(&descriptor.sample);
-                if !same || books.forget(&descriptor.sample.sample_id).is_none() {
-                    books.free(descriptor);
-                }
-            }
-        }
-        self.send_pending(Some(&keys(samples))).await
+            books.settle(samples);
+            let pending = |sample: &Arc<Descriptor>| books.pending.get(&sample.sample).cloned();
+            samples.iter().filter_map(pending).collect()
+        };
+        self.send(batch).await
     }
 
     /// Ends leases whose time is over, frees what has been held too long and is not read, and
@@ -287,13 +284,14 @@ impl Samples {
             force_freed: swept.len() as u64,
             force_freed_bytes: bytes,
             expired_leases: expired as u64,
-            release_pending: self.books.lock().pending.len() as u64,
+            release_pending: self.release_pending(),
         }
     }
 
     /// Tries the pending frees of `ids` once, or all of them; those that remain are in the result.
     pub async fn retry_frees(&self, ids: Option<&[SampleId]>) -> (Freed, Vec<SampleId>) {
-        let wanted = |key: &SampleKey| ids.is_none_or(|ids| ids.contains(&key.sample_id));
+        let ids = ids.map(|ids| ids.iter().collect::<HashSet<_>>());
+        let wanted = |key: &SampleKey| ids.as_ref().is_none_or(|ids| ids.contains(&key.sample_id));
         let keys: Vec<SampleKey> =
             self.books.lock().pending.keys().filter(|key| wanted(key)).cloned().collect();
         let freed = self.send_pending(Some(&keys)).await;
@@ -346,7 +344,7 @@ impl Samples {
     pub fn write_off(&self, control: &SessionName) -> u64 {
         let mut books = self.books.lock();
         let before = books.pending.len();
-        books.pending.retain(|_, pending| match &pending.descriptor.location {
+        books.pending.retain(|_, descriptor| match &descriptor.location {
             Location::Arena(arena) => arena.control != *control,
             Location::Token(token) => token.control != *control,
             _ => true,
@@ -384,6 +382,11 @@ impl Samples {
         }
     }
 
+    /// Frees that are not confirmed.
+    pub fn release_pending(&self) -> u64 {
+        self.books.lock().pending.len() as u64
+    }
+
     /// What is held, and what has happened.
     pub fn health(&self) -> SampleHealth {
         let (books, counts) = (self.books.lock(), *self.counts.lock());
@@ -403,21 +406,22 @@ impl Samples {
         }
     }
 
-    /// Sends pending frees: those of `keys`, or all. What a server confirms is not pending any more.
+    /// Sends pending frees: those of `keys`, or all.
     async fn send_pending(&self, keys: Option<&[SampleKey]>) -> Freed {
         let batch: Vec<Arc<Descriptor>> = {
-            let mut books = self.books.lock();
-            let mut take = |pending: &mut residents::Pending| {
-                pending.attempts += 1;
-                pending.descriptor.clone()
-            };
+            let books = self.books.lock();
             match keys {
                 Some(keys) => {
-                    keys.iter().filter_map(|k| books.pending.get_mut(k).map(&mut take)).collect()
+                    keys.iter().filter_map(|key| books.pending.get(key).cloned()).collect()
                 }
-                None => books.pending.values_mut().map(take).collect(),
+                None => books.pending.values().cloned().collect(),
             }
         };
+        self.send(batch).await
+    }
+
+    /// Sends pending frees. What a server confirms is not pending any more.
+    async fn send(&self, batch: Vec<Arc<Descriptor>>) -> Freed {
         if batch.is_empty() {
             return Freed::default();
         }
@@ -452,11 +456,7 @@ impl Samples {
                 Vec::new()
             }
         };
-        let mut books = self.books.lock();
-        for descriptor in confirmed {
-            books.pending.remove(&descriptor.sample);
-        }
-        drop(books);
+        self.books.lock().confirm(&confirmed);
         let mut counts = self.counts.lock();
         counts.freed += outcome.freed;
         counts.already_gone += outcome.already_gone;

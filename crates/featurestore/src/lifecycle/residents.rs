@@ -2,10 +2,12 @@
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
+    hash::{Hash, Hasher},
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use foldhash::fast::RandomState;
 use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId, SampleKey};
 
 /// Proof of one reader's claim on one sample. Every lease is different from every other, so that a
@@ -73,7 +75,7 @@ struct Resident {
     descriptor: Arc<Descriptor>,
     bytes: u64,
     since: Instant,
-    leases: HashMap<u64, Option<Instant>>, // with their ends
+    leases: Vec<(u64, Option<Instant>)>, // numbers and ends; mostly none or one
     read: bool,
 }
 
@@ -84,26 +86,37 @@ pub(super) type Places = HashSet<String>;
 #[derive(Debug)]
 pub(super) struct Residents {
     pub(super) retention: Retention,
-    resident: HashMap<SampleId, Resident>,
+    resident: HashMap<SampleId, Resident, RandomState>,
     provisional: HashMap<SampleKey, Places>,
-    pub(super) pending: HashMap<SampleKey, Pending>, // freed logically, not known to be physically
+    /// Freed logically, not known to be physically.
+    pub(super) pending: HashMap<SampleKey, Arc<Descriptor>, RandomState>,
     gone: Remembered,
     pub(super) bytes: u64,
     next_lease: u64,
 }
 
-/// A free that is not confirmed.
-#[derive(Clone, Debug)]
-pub(super) struct Pending {
-    pub(super) descriptor: Arc<Descriptor>,
-    pub(super) attempts: u32,
-}
-
 /// The newest freed samples, bounded.
 #[derive(Debug, Default)]
 struct Remembered {
-    keys: HashSet<(SampleKey, Option<u64>)>,
-    order: VecDeque<(SampleKey, Option<u64>)>,
+    lives: HashSet<Life, RandomState>,
+    order: VecDeque<Life>,
+}
+
+/// One life of a sample, as far as its publisher tells lives apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Life {
+    key: SampleKey,
+    life: Option<u64>,
+}
+
+impl Hash for Life {
+    /// The key's text is only looked at where there is no number: whole steps are remembered at once.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        match self.life {
+            Some(life) => life.hash(state),
+            None => self.key.hash(state),
+        }
+    }
 }
 
 /// Which life of a key a descriptor means: its first sequence number, if the publisher tells.
@@ -121,9 +134,9 @@ impl Residents {
     pub(super) fn new(retention: Retention) -> Self {
         Self {
             retention,
-            resident: HashMap::new(),
+            resident: HashMap::default(),
             provisional: HashMap::new(),
-            pending: HashMap::new(),
+            pending: HashMap::default(),
             gone: Remembered::default(),
             bytes: 0,
             next_lease: 1,
@@ -193,7 +206,7 @@ impl Residents {
             descriptor: descriptor.clone(),
             bytes,
             since: now,
-            leases: HashMap::new(),
+            leases: Vec::new(),
             read: false,
         };
         let old = self.resident.insert(key.sample_id.clone(), resident);
@@ -223,7 +236,7 @@ impl Residents {
         let number = self.next_lease;
         self.next_lease += 1;
         let end = self.retention.lease.and_then(|lease| now.checked_add(lease));
-        resident.leases.insert(number, end);
+        resident.leases.push((number, end));
         resident.read = true;
         Ok(LeaseToken { sample: found.sample.clone(), number })
     }
@@ -233,10 +246,14 @@ impl Residents {
         let Some(resident) = self.resident.get_mut(&token.sample.sample_id) else {
             return (Released::Unknown, None);
         };
-        if resident.leases.remove(&token.number).is_none() {
-            return (Released::Unknown, None);
+        let held = resident.leases.iter().position(|&(number, _)| number == token.number);
+        let Some(held) = held else { return (Released::Unknown, None) };
+        resident.leases.swap_remove(held);
+        if !resident.leases.is_empty() {
+            return (Released::Returned, None);
         }
-        if !resident.leases.is_empty() || self.retention.retain {
+        resident.leases = Vec::new(); // gives its memory back here, and not when a step is settled
+        if self.retention.retain {
             return (Released::Returned, None);
         }
         (Released::Freed, self.forget(&token.sample.sample_id))
@@ -250,11 +267,37 @@ impl Residents {
         Some(resident.descriptor)
     }
 
+    /// Frees samples, each at once as [`forget`](Self::forget) does, be they resident or not.
+    pub(super) fn settle(&mut self, samples: &[Arc<Descriptor>]) {
+        self.pending.reserve(samples.len());
+        self.gone.lives.reserve(samples.len().min(self.retention.remembered));
+        for descriptor in samples {
+            let id = &descriptor.sample.sample_id;
+            // Another store's sample, or another generation, may have the same id.
+            let same = |resident: &Resident| {
+                Arc::ptr_eq(&resident.descriptor, descriptor)
+                    || resident.descriptor.sample == descriptor.sample
+            };
+            if !self.resident.get(id).is_some_and(same) || self.forget(id).is_none() {
+                self.free(descriptor);
+            }
+        }
+    }
+
     /// Remembers a descriptor as freed and its physical free as pending.
     pub(super) fn free(&mut self, descriptor: &Arc<Descriptor>) {
         self.gone.insert(descriptor, self.retention.remembered);
-        let pending = Pending { descriptor: descriptor.clone(), attempts: 0 };
-        self.pending.insert(descriptor.sample.clone(), pending);
+        self.pending.insert(descriptor.sample.clone(), descriptor.clone());
+    }
+
+    /// Frees are confirmed. What has become pending under the same key meanwhile stays so.
+    pub(super) fn confirm(&mut self, freed: &[Arc<Descriptor>]) {
+        for descriptor in freed {
+            let sent = self.pending.get(&descriptor.sample);
+            if sent.is_some_and(|sent| Arc::ptr_eq(sent, descriptor)) {
+                self.pending.remove(&descriptor.sample);
+            }
+        }
     }
 
     /// Ends leases that are over, and frees what nobody has read for longer than it may be held.
@@ -263,7 +306,7 @@ impl Residents {
         let mut idle = Vec::new();
         for (id, resident) in &mut self.resident {
             let before = resident.leases.len();
-            resident.leases.retain(|_, end| end.is_none_or(|end| end > now));
+            resident.leases.retain(|(_, end)| end.is_none_or(|end| end > now));
             expired += before - resident.leases.len();
             let old = self
                 .retention
@@ -294,10 +337,6 @@ impl Residents {
         self.resident.contains_key(id)
     }
 
-    pub(super) fn key(&self, id: &SampleId) -> Option<&SampleKey> {
-        self.resident.get(id).map(|resident| &resident.descriptor.sample)
-    }
-
     pub(super) fn len(&self) -> usize {
         self.resident.len()
     }
@@ -316,23 +355,23 @@ impl Residents {
 }
 
 impl Remembered {
-    fn entry(descriptor: &Descriptor) -> (SampleKey, Option<u64>) {
-        (descriptor.sample.clone(), life(descriptor))
+    fn entry(descriptor: &Descriptor) -> Life {
+        Life { key: descriptor.sample.clone(), life: life(descriptor) }
     }
 
     fn contains(&self, descriptor: &Descriptor) -> bool {
         // Without sequence numbers two lives cannot be told apart; a retry must not be refused.
-        life(descriptor).is_some() && self.keys.contains(&Self::entry(descriptor))
+        life(descriptor).is_some() && self.lives.contains(&Self::entry(descriptor))
     }
 
     fn insert(&mut self, descriptor: &Descriptor, most: usize) {
         let entry = Self::entry(descriptor);
-        if self.keys.insert(entry.clone()) {
+        if self.lives.insert(entry.clone()) {
             self.order.push_back(entry);
         }
         while self.order.len() > most {
             if let Some(oldest) = self.order.pop_front() {
-                self.keys.remove(&oldest);
+                self.lives.remove(&oldest);
             }
         }
     }
