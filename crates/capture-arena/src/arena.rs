@@ -18,6 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use foldhash::fast::RandomState;
 use slab::Slab;
 use transport_core::{
     ArenaOffset, ClientId, Error, ErrorKind, MapMark, RemoteAddr, Result, Sequence,
@@ -43,9 +44,9 @@ pub use objects::{FreeOutcome, HoldOutcome, ObjectList};
 pub struct CaptureArena {
     space: FitSubAllocator,
     changes: u64, // tells whether another attempt to place a batch can succeed
-    keys: HashMap<Arc<str>, u32>, // index in `lives`
+    keys: HashMap<Arc<str>, u32, RandomState>, // index in `lives`
     lives: Slab<Lives>,
-    draining: HashMap<Arc<str>, Vec<u32>>, // lives that are only there for their holders
+    draining: HashMap<Arc<str>, Vec<u32>, RandomState>, // lives that are only there for their holders
     objects: Slab<Object>,
     samples: Slab<Sample>,
     oldest: ByAge,
@@ -128,9 +129,9 @@ impl CaptureArena {
         Ok(Self {
             space,
             changes: 0,
-            keys: HashMap::new(),
+            keys: HashMap::default(),
             lives: Slab::new(),
-            draining: HashMap::new(),
+            draining: HashMap::default(),
             objects: Slab::new(),
             samples: Slab::new(),
             oldest: ByAge::default(),

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use foldhash::fast::RandomState;
 use transport_core::{ClientId, Error, ErrorKind, MapMark, Result};
 
 /// Longest lease that is granted.
@@ -23,8 +24,8 @@ type Probe = Box<dyn Fn(MapMark) -> bool + Send>;
 
 pub(super) struct Clients {
     default_lease: Duration,
-    by_name: HashMap<ClientId, u32>,
-    table: HashMap<u32, Client>,
+    by_name: HashMap<ClientId, u32, RandomState>,
+    table: HashMap<u32, Client, RandomState>,
     last: u32,
     due: BTreeSet<(Instant, u32)>, // when each is looked at
     stalled: u64,
@@ -58,8 +59,8 @@ impl Clients {
     pub(super) fn new(default_lease: Duration) -> Self {
         Self {
             default_lease: default_lease.min(MAX_LEASE),
-            by_name: HashMap::new(),
-            table: HashMap::new(),
+            by_name: HashMap::default(),
+            table: HashMap::default(),
             last: 0,
             due: BTreeSet::new(),
             stalled: 0,

@@ -55,9 +55,10 @@ impl CaptureArena {
     /// not, the object drains: nobody new may claim it, and it goes with the last holder. Of a key
     /// that is still being filled, the free is remembered until it is published.
     pub fn free(&mut self, client: Option<&ClientId>, objects: &ObjectList) -> FreeOutcome {
+        let index = client.and_then(|client| self.clients.index(client));
         let mut outcome = FreeOutcome::default();
         for (i, (key, seq)) in objects.iter().enumerate() {
-            match self.free_one(client, key, seq) {
+            match self.free_one(client, index, key, seq) {
                 Freed::Yes => {}
                 Freed::Gone => {
                     self.counts.duplicate_frees += 1;
@@ -157,8 +158,14 @@ impl CaptureArena {
         &self.objects[id.index() as usize]
     }
 
-    fn free_one(&mut self, who: Option<&ClientId>, key: &str, seq: Option<Sequence>) -> Freed {
-        let client = who.and_then(|who| self.clients.index(who));
+    /// `client` is the index of `who`, if that is known.
+    fn free_one(
+        &mut self,
+        who: Option<&ClientId>,
+        client: Option<u32>,
+        key: &str,
+        seq: Option<Sequence>,
+    ) -> Freed {
         let lives = self.lives(key).copied().unwrap_or_default();
         let current = lives.current.map(Id::index);
         let is_current =
