@@ -44,8 +44,12 @@ impl Publisher {
     }
 
     fn at(kind: ArenaKind, config: SinkConfig) -> Self {
+        Self::on(0, kind, config)
+    }
+
+    fn on(device: u32, kind: ArenaKind, config: SinkConfig) -> Self {
         let cuda = ScriptedCuda::new(machine());
-        let device = Device::open(cuda.clone(), 0).unwrap();
+        let device = Device::open(cuda.clone(), device).unwrap();
         let memory = DeviceArenaConfig::new(16 * MIB, ArenaPeers::Native).kinds([kind]);
         let backing = Backing::device(&device, &memory).unwrap();
         let arena = Arena::start(backing, ArenaConfig::default()).unwrap();
@@ -163,6 +167,35 @@ fn samples_of_every_kind_of_arena_are_fetched_held_and_released() {
         assert_eq!(reader.engine.stats().blocks, 0, "closed with the transport");
         drop(transport);
         reader.ends_clean();
+    }
+}
+
+/// A link is better filled by the copy engine, from a smaller piece on than memory at hand.
+#[test]
+fn pieces_of_another_device_go_through_the_copy_engine_earlier() {
+    let mut options = CudaOptions::default();
+    options.policy = CopyPolicy { copy_from: 4 * MIB, copy_from_afar: MIB, ..options.policy };
+    for kind in ArenaKind::ALL {
+        let copies_from = |device| {
+            let publisher = Publisher::on(device, kind, SinkConfig::default());
+            let (reader, lens) = (Reader::with(options.clone()), [2 * MIB, 10_001]);
+            let sample = publisher.publish("a", 10, &lens);
+            let copies =
+                || reader.cuda.calls("cuMemcpyAsync") + reader.cuda.calls("cuMemcpyBatchAsync");
+            let transport = reader.transport();
+            let before = copies();
+            let fetched = transport.fetch_blocking(into_pool(&sample), &FetchOptions::default());
+            let fetched = fetched.unwrap();
+            for (i, tensor) in fetched[0].tensors.values().enumerate() {
+                let found = reader.peek(tensor.data.address(), tensor.data.len());
+                assert!(found.iter().all(|&byte| byte == 10 + i as u8));
+            }
+            let copied = copies() - before;
+            drop((fetched, transport));
+            reader.ends_clean();
+            copied
+        };
+        assert_eq!((copies_from(0), copies_from(1)), (0, 1), "{kind}");
     }
 }
 

@@ -177,9 +177,7 @@ impl CudaApi for ScriptedCuda {
     }
 
     fn device_of(&self, at: DevicePtr) -> CudaResult<Option<u32>> {
-        self.call("cuPointerGetAttribute", |state| {
-            Ok(state.space.around(at).map(|(_, _, device)| device))
-        })
+        self.call("cuPointerGetAttribute", |state| Ok(state.space.home(at)))
     }
 
     fn granularity(&self, plan: &MemoryPlan) -> CudaResult<u64> {

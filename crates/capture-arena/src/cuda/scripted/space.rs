@@ -18,7 +18,7 @@ use crate::cuda::{Access, CudaError, CudaResult, DevicePtr, HANDLE_BYTES, Handle
 const WINDOW: u64 = 1 << 40;
 /// Unused addresses between two blocks.
 const GAP: u64 = 2 << 20;
-const FILE: &str = "scripted-cuda";
+const FILE: &str = "scripted-cuda-";
 
 /// All memory that one stand-in knows.
 pub(super) struct Space {
@@ -59,7 +59,8 @@ pub(super) struct Physical {
     ino: u64,
     start: NonNull<u8>,
     len: u64,
-    device: u32,
+    device: u32, // that it is opened for
+    home: u32,   // that it lies on
 }
 
 // SAFETY: plain shared memory, accessed under the stand-in's lock; what another stand-in does to
@@ -71,7 +72,9 @@ unsafe impl Sync for Physical {}
 impl Physical {
     fn create(len: u64, device: u32) -> CudaResult<Arc<Self>> {
         let out = |_| CudaError::new("cuMemCreate", CudaError::OUT_OF_MEMORY);
-        let fd = rustix::fs::memfd_create(FILE, MemfdFlags::CLOEXEC).map_err(out)?;
+        // Whoever opens it has to find out where it lies.
+        let name = format!("{FILE}{device}");
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC).map_err(out)?;
         rustix::fs::ftruncate(&fd, len).map_err(out)?;
         Self::of(fd, device)
     }
@@ -86,8 +89,16 @@ impl Physical {
             rustix::mm::mmap(null_mut(), len as usize, protect, MapFlags::SHARED, &fd, 0)
         };
         let start = NonNull::new(start.map_err(bad)?.cast()).expect("not at the null address");
-        Ok(Arc::new(Self { fd, ino: stat.st_ino, start, len, device }))
+        let home = home_of(&fd).unwrap_or(device);
+        Ok(Arc::new(Self { fd, ino: stat.st_ino, start, len, device, home }))
     }
+}
+
+/// The device that a file stands for memory of; none if it stands for none.
+fn home_of(fd: &impl AsRawFd) -> Option<u32> {
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok()?;
+    let (_, number) = link.to_str()?.split_once(FILE)?;
+    number.split(' ').next()?.parse().ok()
 }
 
 impl Drop for Physical {
@@ -230,10 +241,7 @@ impl Space {
 
     pub(super) fn import_fd(&mut self, fd: BorrowedFd<'_>, device: u32) -> CudaResult<u64> {
         let invalid = || CudaError::new("cuMemImportFromShareableHandle", CudaError::INVALID_VALUE);
-        let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
-        if !link.is_ok_and(|link| link.to_string_lossy().contains(FILE)) {
-            return Err(invalid());
-        }
+        home_of(&fd).ok_or_else(invalid)?;
         let memory = Physical::of(fd.try_clone_to_owned().map_err(|_| invalid())?, device)?;
         Ok(self.know(memory, false))
     }
@@ -324,6 +332,12 @@ impl Space {
         let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
         let memory = Physical::of(file.map_err(|_| gone())?, device).map_err(|_| gone())?;
         if memory.ino == number(16) { Ok(memory) } else { Err(gone()) }
+    }
+
+    /// The device that what is at an address lies on, whichever opened it.
+    pub(super) fn home(&self, at: DevicePtr) -> Option<u32> {
+        let (start, _, _) = self.around(at)?;
+        Some(self.blocks[&start.0].memory.as_ref()?.home)
     }
 
     /// Start, length and device of the block around an address.
