@@ -10,6 +10,8 @@ mod direct;
     path = "choose/engine/absent.rs"
 )]
 mod engine;
+#[cfg_attr(not(feature = "cuda"), path = "choose/receive/absent.rs")]
+mod receive;
 #[cfg(feature = "store")]
 pub(crate) mod store;
 
@@ -17,7 +19,8 @@ use std::{fmt, sync::Arc};
 
 use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, SessionName, Transport};
 
-use crate::config::{Config, TransportChoice};
+use self::receive::OnDevice;
+use crate::config::{Config, Receive, TransportChoice};
 
 /// Receive pool where none is configured.
 #[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
@@ -112,6 +115,9 @@ pub(crate) struct Survey {
     /// What has opened the servers' device memory already.
     #[cfg(feature = "direct")]
     reader: Option<device::Reader>,
+    /// The device on which is received what comes through the host.
+    #[cfg_attr(not(feature = "direct"), expect(dead_code))]
+    receiver: Option<OnDevice>,
 }
 
 /// Chooses, and puts the transport together.
@@ -120,10 +126,19 @@ pub(crate) async fn open(
     servers: &[SessionName],
     client: &ClientId,
 ) -> Result<(Arc<dyn Transport>, Choice)> {
+    open_with(config, servers, client, OnDevice::open).await
+}
+
+async fn open_with(
+    config: &Config,
+    servers: &[SessionName],
+    client: &ClientId,
+    open_device: impl FnOnce(&Config) -> Result<OnDevice> + Send + 'static,
+) -> Result<(Arc<dyn Transport>, Choice)> {
     let (mut survey, choice) = {
         let (config, servers) = (config.clone(), servers.to_vec());
         let choosing = tokio::task::spawn_blocking(move || {
-            let survey = survey(&config, &servers, Scope::Asked);
+            let survey = survey_with(&config, &servers, Scope::Asked, open_device);
             decide(&config, survey)
         });
         choosing.await.map_err(|e| {
@@ -147,7 +162,8 @@ async fn connect(
         "store" => store::connect(config, choice).await,
         #[cfg(feature = "direct")]
         "nvlink_intra" | "nvlink" | "shm" | "tcp" | "mooncake" => {
-            direct::connect(config, servers, client, choice, survey.reader.take()).await
+            let (reader, receiver) = (survey.reader.take(), survey.receiver.take());
+            direct::connect(config, servers, client, choice, reader, receiver).await
         }
         absent => {
             let _ = (config, servers, client, survey); // a build without any transport
@@ -169,13 +185,22 @@ pub(crate) enum Scope {
 
 /// Looks at every transport that this build knows. Blocks.
 pub(crate) fn survey(config: &Config, servers: &[SessionName], scope: Scope) -> Survey {
+    survey_with(config, servers, scope, OnDevice::open)
+}
+
+fn survey_with(
+    config: &Config,
+    servers: &[SessionName],
+    scope: Scope,
+    open_device: impl FnOnce(&Config) -> Result<OnDevice>,
+) -> Survey {
     let asked = config.transport;
     let (stores, auto) = (asked == TransportChoice::Store, asked == TransportChoice::Auto);
     let everything = scope == Scope::Everything;
     let devices_wanted = match everything || asked.is_of_devices() {
         true => true,
         // By itself a device says nothing about the servers.
-        false => auto && !servers.is_empty(),
+        false => auto && !servers.is_empty() && config.receive != Receive::Host,
     };
     let found = if everything || !stores {
         probe(config, servers, devices_wanted)
@@ -200,25 +225,39 @@ pub(crate) fn survey(config: &Config, servers: &[SessionName], scope: Scope) -> 
     };
     #[cfg(not(feature = "direct"))]
     let (intra, fabric): (Finding, Finding) = (found.tcp.clone(), found.tcp.clone());
+    // Opened once, and only if something would be received on it.
+    let through_host = config.receive == Receive::Device && !asked.is_of_devices();
+    let receives = through_host && (found.tcp.is_ok() || store.is_ok());
+    let receiver = receives.then(|| open_device(config));
+    let received = |finding: Finding| match (&receiver, finding) {
+        (Some(Ok(device)), Ok(good)) => Ok(format!("{good}, {}", device.place())),
+        (Some(Err(error)), Ok(_)) => Err(error.to_string()),
+        (_, finding) => finding,
+    };
     let candidate = |choice: TransportChoice, finding: Finding| {
         // Where a sample is was decided by who published it: nothing that is found here takes it
         // from a server's memory to the store.
         let by_name = matches!(choice, TransportChoice::Store | TransportChoice::Mooncake);
-        let configured = asked == choice || (auto && !by_name);
+        let refusal = config.receive.refusal(choice);
+        let configured = refusal.is_none() && (asked == choice || (auto && !by_name));
+        let left_out = match refusal {
+            Some((why, _)) => format!("; left out: receive = {}, and {why}", config.receive),
+            None => String::new(),
+        };
         Candidate {
             scheme: choice.to_string(),
             available: finding.is_ok(),
             configured,
-            suitable: finding.is_ok() && (configured || !by_name),
-            reason: finding.unwrap_or_else(|why| why),
+            suitable: finding.is_ok() && refusal.is_none() && (configured || !by_name),
+            reason: finding.unwrap_or_else(|why| why) + &left_out,
         }
     };
     let mut candidates = vec![
         candidate(TransportChoice::NvlinkIntra, intra),
         candidate(TransportChoice::Nvlink, fabric),
         candidate(TransportChoice::Shm, found.shm),
-        candidate(TransportChoice::Tcp, found.tcp),
-        candidate(TransportChoice::Store, store),
+        candidate(TransportChoice::Tcp, received(found.tcp)),
+        candidate(TransportChoice::Store, received(store)),
         candidate(TransportChoice::Mooncake, engine),
     ];
     let mapped = candidates.iter().any(|c| c.scheme == "shm" && c.available && c.configured);
@@ -231,6 +270,7 @@ pub(crate) fn survey(config: &Config, servers: &[SessionName], scope: Scope) -> 
         silent: found.silent,
         #[cfg(feature = "direct")]
         reader,
+        receiver: receiver.and_then(Result::ok), // else it is said why no candidate has one
     }
 }
 
@@ -271,9 +311,12 @@ fn probe_store(_: &Config) -> Finding {
 /// Decides which transport reads from `servers`, given by their control addresses.
 ///
 /// `nvlink_intra` and `nvlink` are available when the memory of every server lies on devices and
-/// really can be opened on [`Config::device`]; `shm` when the memory of every server really can be mapped here; `tcp` when every
-/// server answers. The others have to be asked for by name: `store` is available when Mooncake is here
-/// and its master answers, `mooncake` when Mooncake is here and runs the configured protocol. Nothing is left connected. Blocks, for at most 5 s a server.
+/// really can be opened on [`Config::device`]; `shm` when the memory of every server really can be
+/// mapped here; `tcp` when every server answers. Where [`Config::receive`] asks for memory of the GPU,
+/// `tcp` needs that device too, and `shm` is left out; where it asks for host memory, the first two
+/// are. The others have to be asked for by name: `store` is available when Mooncake is here and its
+/// master answers, `mooncake` when Mooncake is here and runs the configured protocol. Nothing is left
+/// connected. Blocks, for at most 5 s a server.
 ///
 /// # Errors
 /// - [`ErrorKind::PeerGone`] or [`ErrorKind::Timeout`], temporary: a server does not answer.
@@ -281,6 +324,8 @@ fn probe_store(_: &Config) -> Finding {
 /// - [`ErrorKind::Protocol`], permanent: what answers is no control listener.
 /// - [`ErrorKind::Unsupported`], permanent: the transport asked for by name is not available or,
 ///   in strict mode, the best one is not.
+/// - [`ErrorKind::ConfigInvalid`], permanent: the transport asked for by name cannot bring samples
+///   where [`Config::receive`] wants them.
 pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
     decide(config, survey(config, servers, Scope::Asked)).map(|(_, choice)| choice)
 }
@@ -288,6 +333,7 @@ pub fn choose(config: &Config, servers: &[SessionName]) -> Result<Choice> {
 /// Takes the first candidate that is available and configured.
 pub(crate) fn decide(config: &Config, survey: Survey) -> Result<(Survey, Choice)> {
     let asked = config.transport;
+    config.receive.check(asked)?;
     let candidates = survey.candidates.clone();
     let usable = candidates.iter().find(|c| c.available && c.configured);
     let Some(chosen) = usable.map(|c| c.scheme.clone()) else {
@@ -299,6 +345,11 @@ pub(crate) fn decide(config: &Config, survey: Survey) -> Result<(Survey, Choice)
             why.map(|c| format!("{} is not available: {}", c.scheme, c.reason)).collect();
         let error = Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "));
         return Err(match asked {
+            _ if config.receive == Receive::Device && !asked.is_of_devices() => error.remedy(
+                "to receive on a device this process needs a GPU and a build with --features cuda, \
+                 and samples in device memory the transport nvlink_intra; or receive in host \
+                 memory: receive = host",
+            ),
             TransportChoice::Store | TransportChoice::Mooncake => error,
             TransportChoice::NvlinkIntra | TransportChoice::Nvlink => error.remedy(
                 "start the servers with the same transport, and give this process a GPU that \
@@ -306,11 +357,13 @@ pub(crate) fn decide(config: &Config, survey: Survey) -> Result<(Survey, Choice)
             ),
             _ => error.remedy(
                 "start the servers on this host as the same user for shm, or choose tcp; samples in \
-                 device memory need a trainer with a GPU",
+                 device memory need a trainer with a GPU that receives on it",
             ),
         });
     };
-    if config.strict && asked == TransportChoice::Auto && chosen == "tcp" {
+    // Where samples are received on a device, nothing but tcp takes them out of host memory.
+    let best_is_shm = asked == TransportChoice::Auto && config.receive != Receive::Device;
+    if config.strict && best_is_shm && chosen == "tcp" {
         let shm = candidates.iter().find(|c| c.scheme == "shm");
         return Err(Error::new(
             ErrorKind::Unsupported,

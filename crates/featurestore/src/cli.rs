@@ -148,7 +148,8 @@ struct PipelineArgs {
     #[arg(long, value_name = "DEVICE")]
     trainer_device: Option<u32>,
     /// File with settings, in TOML or (.yaml, .yml) YAML; flags and FEATURESTORE_* variables come
-    /// before it. What counts here: arena, arena_kind, transport, strict, pool, device, lease, deadline, token.
+    /// before it. What counts here: arena, arena_kind, transport, receive, strict, pool, device, lease,
+    /// deadline, token.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -274,6 +275,7 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.arena = ServerConfig::from_settings(&settings)?.arena;
     options.config.clone_from(&args.config);
     options.transport = config.transport;
+    options.receive = config.receive;
     options.device = config.device;
     options.server_devices.clone_from(&args.server_devices);
     options.trainer_device = args.trainer_device;

@@ -5,6 +5,7 @@
 
 mod mooncake;
 mod problems;
+mod receive;
 #[cfg(feature = "cli")]
 mod server;
 mod text;
@@ -19,6 +20,7 @@ use transport_core::{Error, ErrorKind, Result};
 pub(crate) use mooncake::PROTOCOLS;
 pub use mooncake::{Master, MooncakeConfig, StoreReads};
 pub use problems::Problems;
+pub use receive::Receive;
 #[cfg(feature = "cli")]
 pub use server::{ArenaKind, ServerConfig};
 use text::of_yaml;
@@ -47,8 +49,9 @@ impl Key {
         matches!(self.default, Some("true" | "false"))
     }
 
-    /// Whether it makes a difference where samples are moved by `transport`.
-    pub fn counts_for(&self, transport: TransportChoice) -> bool {
+    /// Whether it makes a difference where samples are moved by `transport`, and received as
+    /// `receive` says.
+    pub fn counts_for(&self, transport: TransportChoice, receive: Receive) -> bool {
         use TransportChoice::{Auto, Mooncake, Shm, Store};
         match self.name {
             "mooncake"
@@ -59,7 +62,7 @@ impl Key {
             name if name.starts_with("mooncake_") => matches!(transport, Mooncake | Store),
             "arena_kind" | "data" | "control" | "advertise" | "token" => transport != Store,
             "populate" => transport != Store && !transport.is_of_devices(),
-            "device" => transport == Auto || transport.is_of_devices(),
+            "device" => transport == Auto || receive.is_on_device(transport),
             "pool" => transport != Shm,
             _ => true,
         }
@@ -85,6 +88,12 @@ pub const KEYS: &[Key] = &[
         "transport",
         "auto",
         "how samples are moved: auto, nvlink_intra, nvlink, shm, tcp, mooncake or store",
+    ),
+    key(
+        "receive",
+        "auto",
+        "where a trainer receives samples: device (memory of its GPU), host, or auto for device under \
+         nvlink_intra and nvlink and host under the others",
     ),
     key("strict", "false", "whether an unavailable transport is an error before anything starts"),
     optional(

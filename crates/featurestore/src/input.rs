@@ -14,7 +14,12 @@ use std::{
 use indexmap::IndexMap;
 use transport_core::{Dtype, Error, ErrorKind, FeatureName, Result, SampleId, TensorMeta};
 
-use crate::{files::open_regular, manifest::Manifest, stored::dtype, workload::Prompt};
+use crate::{
+    files::open_regular,
+    manifest::{Manifest, sha256_hex},
+    stored::dtype,
+    workload::Prompt,
+};
 
 /// Largest safetensors header accepted, in bytes.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
@@ -172,8 +177,25 @@ impl Sample {
         Ok(self.meta(&FeatureName::new("input_ids")?)?.shape().iter().product())
     }
 
-    /// The sample's prompt: its `input_ids` and `loss_mask`, both int64.
-    pub fn prompt(&self, sample_id: SampleId) -> Result<Prompt> {
+    /// Refuses bytes of a tensor that are not what the manifest lists, if it lists it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`], with the file.
+    pub fn check(&self, name: &FeatureName, bytes: &[u8]) -> Result<()> {
+        match self.sha256_of(name) {
+            Some(listed) if listed != sha256_hex(bytes) => {
+                let why = "the file and its manifest disagree";
+                Err(Error::new(ErrorKind::Corrupt, "read sample", why)
+                    .with("file", self.path.display())
+                    .with("tensor", name))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The sample's prompt: its `input_ids` and `loss_mask`, both int64; `checked` against the
+    /// manifest.
+    pub fn prompt(&self, sample_id: SampleId, checked: bool) -> Result<Prompt> {
         let ids = |name: &str| -> Result<Vec<i64>> {
             let name = FeatureName::new(name)?;
             let meta = self.meta(&name)?;
@@ -185,6 +207,9 @@ impl Sample {
             }
             let mut bytes = vec![0; meta.nbytes() as usize];
             self.read(&name, &mut bytes)?;
+            if checked {
+                self.check(&name, &bytes)?;
+            }
             Ok(bytes.as_chunks().0.iter().map(|word| i64::from_le_bytes(*word)).collect())
         };
         Ok(Prompt { sample_id, input_ids: ids("input_ids")?, loss_mask: ids("loss_mask")? })
@@ -202,7 +227,6 @@ impl Sample {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::sha256_hex;
 
     fn real() -> Folder {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
@@ -222,7 +246,7 @@ mod tests {
                 sample.read(tensor, &mut bytes).unwrap();
                 assert_eq!(sha256_hex(&bytes), sums[tensor.as_str()], "{name}/{tensor}");
             }
-            let prompt = sample.prompt(SampleId::new(name).unwrap()).unwrap();
+            let prompt = sample.prompt(SampleId::new(name).unwrap(), true).unwrap();
             assert_eq!(prompt.input_ids[0], 101, "the tokenizer's [CLS]");
             assert_eq!(prompt.loss_mask.len(), prompt.input_ids.len());
         }

@@ -76,7 +76,7 @@ pub use choose::{Candidate, Choice, choose};
 #[doc(inline)]
 pub use config::ServerConfig;
 #[doc(inline)]
-pub use config::{Config, Settings, TransportChoice};
+pub use config::{Config, Receive, Settings, TransportChoice};
 pub use control_proto::Secret;
 pub use store::FeatureStore;
 

@@ -83,7 +83,12 @@ impl Source {
         match (self.made(prompt, index), wanted) {
             (Some(stream), Some(kind)) => return Ok(Some(stream.write_hashed(out, kind))),
             (Some(stream), None) => stream.write(0, out),
-            (None, _) => self.read(prompt, index, out)?,
+            (None, kind) => {
+                self.read(prompt, index, out)?;
+                if kind == Some(ChecksumKind::Mixsum) {
+                    self.check(prompt, index, out)?;
+                }
+            }
         }
         Ok(wanted.map(|kind| checksum(kind, out)))
     }
@@ -111,11 +116,19 @@ impl Source {
         }
     }
 
-    /// The sha256 that tensor `index` of the plan has by a manifest, if there is one.
-    pub fn sha256(&self, prompt: &Prompt, index: usize) -> Option<&str> {
-        let Self::Folder(folder) = self else { return None };
-        let sample = folder.sample(prompt.sample.sample.sample_id.as_str()).ok()?;
-        sample.sha256_of(captured(prompt, index)?)
+    /// Compares the bytes of tensor `index` of the plan with a manifest, if there is one. Those for
+    /// who compares on a device: there nobody can, and such a one asks for the checksum that devices
+    /// make.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] for other bytes than are listed.
+    pub fn check(&self, prompt: &Prompt, index: usize, bytes: &[u8]) -> Result<()> {
+        let (Self::Folder(folder), Some(name)) = (self, captured(prompt, index)) else {
+            return Ok(()); // what the request gives is known to who sends it
+        };
+        let request = &prompt.sample.sample;
+        let checked = folder.sample(request.sample_id.as_str())?.check(name, bytes);
+        checked.map_err(|e| e.with("key", request.object(name)))
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use capture_arena::{
-    Backing, RegionPool,
+    Backing,
     cuda::{ArenaPeers, CudaApi, Device, DeviceArenaConfig, driver},
 };
 use transport_core::{ByteSize, Result};
@@ -15,10 +15,7 @@ use transport_mooncake_direct::{
     cuda::{CudaEngine, CudaOptions},
 };
 
-use super::{
-    Finding,
-    direct::{Server, pool_too_large},
-};
+use super::{Finding, direct::Server, receive::pool_on};
 use crate::config::Config;
 
 /// Longest time that opening one server's memory may take.
@@ -71,9 +68,8 @@ impl Reader {
         builder: DirectTransportBuilder,
         pool: ByteSize,
     ) -> Result<DirectTransportBuilder> {
-        let config = DeviceArenaConfig::new(pool.get(), ArenaPeers::Nobody);
-        let memory = Backing::device(self.0.device(), &config).map_err(pool_too_large)?;
-        Ok(builder.engine(Engine::Cuda).cuda(self.0).pool(RegionPool::new(memory)?))
+        let pool = pool_on(self.0.device(), pool)?;
+        Ok(builder.engine(Engine::Cuda).cuda(self.0).pool(pool))
     }
 }
 

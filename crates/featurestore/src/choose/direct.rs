@@ -11,14 +11,17 @@ use capture_arena::{Backing, MappedBacking, RegionPool, SharedHandle};
 use control_proto::control::{
     Code, Hello, Limits, Response, ServerHello, ShmInfo, write_bye, write_hello,
 };
-use transport_core::{ClientId, Error, ErrorKind, MapMark, Result, SessionName, Transport};
+use transport_core::{
+    ByteSize, ClientId, Error, ErrorKind, MapMark, Result, SessionName, Transport,
+};
 use transport_mooncake_direct::{DirectTransport, DirectTransportBuilder, Engine, peer_protocol};
 
 use super::{
     Choice, DEFAULT_POOL, Finding, Probe,
     device::{self, Devices, Reader},
+    receive::OnDevice,
 };
-use crate::config::Config;
+use crate::config::{Config, Receive};
 
 /// Protocols of memory that only devices read.
 const OF_DEVICES: [&str; 3] = ["nvlink_intra", "nvlink", "featurestore_fd"];
@@ -37,13 +40,15 @@ pub(super) struct Server {
     pub(super) protocol: Option<String>,
 }
 
-/// Puts the chosen engine together, and announces this client.
+/// Puts the chosen engine together, and announces this client. `reader` and `receiver` are what the
+/// survey has opened.
 pub(super) async fn connect(
     config: &Config,
     servers: &[SessionName],
     client: &ClientId,
     choice: &Choice,
     reader: Option<Reader>,
+    receiver: Option<OnDevice>,
 ) -> Result<Arc<dyn Transport>> {
     let mut builder = DirectTransport::builder()
         .client_id(client.clone())
@@ -54,7 +59,14 @@ pub(super) async fn connect(
     }
     builder = match choice.chosen.as_str() {
         "shm" => builder.engine(Engine::Shm),
-        "nvlink_intra" | "nvlink" => over_device(builder, config, reader).await?,
+        "nvlink_intra" | "nvlink" => {
+            on_device(config, reader.map(|reader| move |pool| reader.receive(builder, pool)))
+                .await?
+        }
+        "tcp" if config.receive == Receive::Device => {
+            let receiver = receiver.map(|receiver| move |pool| receiver.receive(builder, pool));
+            on_device(config, receiver).await?
+        }
         _ => {
             let pool = config.pool.unwrap_or(DEFAULT_POOL);
             let memory = Backing::heap(pool.get()).map_err(pool_too_large)?;
@@ -73,17 +85,16 @@ pub(super) async fn connect(
     Ok(transport)
 }
 
-/// Reads by the engine that the probe has opened the servers' memory with, into a pool on its device.
-async fn over_device(
-    builder: DirectTransportBuilder,
-    config: &Config,
-    reader: Option<Reader>,
-) -> Result<DirectTransportBuilder> {
-    let reader = reader.ok_or_else(|| {
+/// Has what the survey has opened receive into a pool on its device.
+async fn on_device<R>(config: &Config, receive: Option<R>) -> Result<DirectTransportBuilder>
+where
+    R: FnOnce(ByteSize) -> Result<DirectTransportBuilder> + Send + 'static,
+{
+    let receive = receive.ok_or_else(|| {
         Error::new(ErrorKind::Unexpected, "open", "the probe has not opened a device")
     })?;
     let pool = config.pool.unwrap_or(DEFAULT_POOL);
-    let built = tokio::task::spawn_blocking(move || reader.receive(builder, pool));
+    let built = tokio::task::spawn_blocking(move || receive(pool));
     built.await.map_err(|e| failed(ErrorKind::Unexpected, "panicked").source(e))?
 }
 

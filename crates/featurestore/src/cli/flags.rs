@@ -1,10 +1,10 @@
 //! Settings as flags: names, defaults and help come from the one table of settings.
 
-use std::{fmt, marker::PhantomData};
+use std::{fmt, marker::PhantomData, str::FromStr};
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use featurestore::{
-    Config, Settings,
+    Config, Receive, Settings,
     config::{KEYS, Key, Source, TransportChoice},
 };
 use transport_core::{ByteSize, Error, ErrorKind, Result};
@@ -25,8 +25,8 @@ pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
     }
 
     /// Why a setting makes no difference to this command, if it makes none.
-    fn idle(key: &Key, transport: TransportChoice) -> Option<String> {
-        (!key.counts_for(transport)).then(|| format!("transport {transport} has no use for it"))
+    fn idle(key: &Key, transport: TransportChoice, receive: Receive) -> Option<String> {
+        unused(key, transport, receive)
     }
 }
 
@@ -35,7 +35,7 @@ pub(super) trait Selection: fmt::Debug + Clone + Send + Sync + 'static {
 pub(super) struct OfPipeline;
 
 impl Selection for OfPipeline {
-    const NAMES: &[&str] = &["arena", "transport", "strict", "pool", "device"];
+    const NAMES: &[&str] = &["arena", "transport", "receive", "strict", "pool", "device"];
     const DEFAULTS: &[(&str, &str)] = &[("arena", "2GiB")];
 
     fn check(name: &str, value: &str) -> Result<()> {
@@ -47,12 +47,12 @@ impl Selection for OfPipeline {
         Config::from_settings(&settings).map(drop)
     }
 
-    fn idle(key: &Key, transport: TransportChoice) -> Option<String> {
+    fn idle(key: &Key, transport: TransportChoice, receive: Receive) -> Option<String> {
         match key.name {
             "http" | "data" | "control" | "fill_threads" | "max_in_flight" => {
                 Some("the pipeline chooses it for each of its servers".to_owned())
             }
-            _ => OfServer::idle(key, transport),
+            _ => unused(key, transport, receive),
         }
     }
 }
@@ -62,10 +62,10 @@ impl Selection for OfPipeline {
 pub(super) struct OfDoctor;
 
 impl Selection for OfDoctor {
-    const NAMES: &[&str] = &["transport", "strict", "lease", "device"];
+    const NAMES: &[&str] = &["transport", "receive", "strict", "lease", "device"];
 
     /// It looks at everything, whatever is asked for.
-    fn idle(_: &Key, _: TransportChoice) -> Option<String> {
+    fn idle(_: &Key, _: TransportChoice, _: Receive) -> Option<String> {
         None
     }
 }
@@ -95,6 +95,11 @@ impl Selection for OfServer {
         "lease",
     ];
     const REQUIRED: &[&str] = &["arena"];
+
+    /// On which device its trainers receive is nothing to it.
+    fn idle(key: &Key, transport: TransportChoice, _: Receive) -> Option<String> {
+        unused(key, transport, Receive::Auto)
+    }
 }
 
 /// Flags of `rollout`.
@@ -111,8 +116,8 @@ impl Selection for OfRollout {
     }
 
     /// Its pool counts for every transport.
-    fn idle(key: &Key, transport: TransportChoice) -> Option<String> {
-        (key.name != "pool").then(|| OfServer::idle(key, transport)).flatten()
+    fn idle(key: &Key, transport: TransportChoice, receive: Receive) -> Option<String> {
+        (key.name != "pool").then(|| unused(key, transport, receive)).flatten()
     }
 }
 
@@ -156,11 +161,13 @@ impl<S: Selection> Flags<S> {
 
     /// What is given and makes no difference, and why.
     fn idle(settings: &Settings) -> impl Iterator<Item = (&'static Key, Source, String)> {
-        // A transport that is none is said elsewhere.
-        let transport = settings.effective().find(|(key, ..)| key.name == "transport");
-        let transport = transport.and_then(|(_, name, _)| name?.parse().ok());
+        // A value that is none is said elsewhere.
+        let transport = value(settings, "transport");
+        let receive = value(settings, "receive");
         let given = settings.effective().filter(|(_, _, source)| *source != Source::Default);
-        given.filter_map(move |(key, _, source)| Some((key, source, S::idle(key, transport?)?)))
+        given.filter_map(move |(key, _, source)| {
+            Some((key, source, S::idle(key, transport?, receive?)?))
+        })
     }
 
     /// With one more, above the others.
@@ -233,6 +240,17 @@ pub(super) fn elsewhere() -> String {
          No flag, because others would see it: FEATURESTORE_TOKEN, {}.",
         token.help
     )
+}
+
+/// What a setting is in force as.
+fn value<T: FromStr>(settings: &Settings, name: &str) -> Option<T> {
+    settings.effective().find(|(key, ..)| key.name == name)?.1?.parse().ok()
+}
+
+/// Why the transport makes no use of a setting, if it makes none.
+fn unused(key: &Key, transport: TransportChoice, receive: Receive) -> Option<String> {
+    let why = || format!("transport {transport} has no use for it");
+    (!key.counts_for(transport, receive)).then(why)
 }
 
 fn find(name: &str) -> &'static Key {

@@ -7,7 +7,7 @@ use transport_core::{ByteSize, Error, Result, check_host};
 use transport_mooncake_direct::Cidr;
 
 use super::{
-    MooncakeConfig, Problems, Settings, TransportChoice, duration,
+    MooncakeConfig, Problems, Receive, Settings, TransportChoice, duration,
     value::{bad, boolean, device, fold, nonzero_size, suggestion},
 };
 
@@ -20,7 +20,7 @@ const MAX_FILL_THREADS: usize = 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ArenaKind {
     /// What the transport reads best. Under `auto` that is device memory where there is a device
-    /// with enough of it, and a memory file elsewhere.
+    /// with enough of it and trainers do not receive in host memory, and a memory file elsewhere.
     Auto,
     /// Device memory.
     Device,
@@ -68,6 +68,8 @@ pub struct ServerConfig {
     pub lease: Duration,
     /// What it publishes through: the store, or an arena of its own for anything else.
     pub transport: TransportChoice,
+    /// Where its trainers receive, as far as they are told by the same settings.
+    pub receive: Receive,
     /// Memory for samples on their way to the store.
     pub pool: Option<ByteSize>,
     /// Where Mooncake and its store are.
@@ -98,6 +100,7 @@ impl ServerConfig {
         let lease = problems.note(settings.need("lease", duration));
         let transport: Option<TransportChoice> =
             problems.note(settings.need("transport", str::parse));
+        let receive = problems.note(settings.need("receive", str::parse));
         let pool = problems.note(settings.get("pool", nonzero_size));
         let mooncake = problems.note(MooncakeConfig::from_settings(settings));
         if let (Some(data), Some(control), Some(advertise), Some(token)) =
@@ -131,6 +134,7 @@ impl ServerConfig {
             deadline: deadline.expect(NOTED),
             lease: lease.expect(NOTED),
             transport: transport.expect(NOTED),
+            receive: receive.expect(NOTED),
             pool: pool.expect(NOTED),
             mooncake: mooncake.expect(NOTED),
         })

@@ -6,7 +6,7 @@ use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
 use super::{
-    MooncakeConfig, Settings, duration,
+    MooncakeConfig, Receive, Settings, duration,
     value::{boolean, device, fold, nonzero_size, suggestion},
 };
 
@@ -86,6 +86,8 @@ impl fmt::Display for TransportChoice {
 pub struct Config {
     /// How samples are read.
     pub transport: TransportChoice,
+    /// Where samples come to lie.
+    pub receive: Receive,
     /// Whether an unavailable transport is an error before anything starts.
     pub strict: bool,
     /// Receive pool, for transports that copy.
@@ -113,10 +115,15 @@ impl Config {
     ///
     /// # Errors
     /// [`ErrorKind::ConfigInvalid`] or [`ErrorKind::InvalidInput`], permanent: a value cannot be
-    /// used; the error names the setting and where its value comes from.
+    /// used, by itself or with this transport; the error names the setting, and where a value that
+    /// cannot be read comes from.
     pub fn from_settings(settings: &Settings) -> Result<Self> {
+        let (transport, receive): (TransportChoice, Receive) =
+            (settings.need("transport", str::parse)?, settings.need("receive", str::parse)?);
+        receive.check(transport)?;
         Ok(Self {
-            transport: settings.need("transport", str::parse)?,
+            transport,
+            receive,
             strict: settings.need("strict", boolean)?,
             pool: settings.get("pool", nonzero_size)?,
             lease: settings.need("lease", duration)?,
@@ -131,6 +138,13 @@ impl Config {
     #[must_use]
     pub fn transport(mut self, transport: TransportChoice) -> Self {
         self.transport = transport;
+        self
+    }
+
+    /// Chooses where samples come to lie. What the transport cannot do is refused when it is opened.
+    #[must_use]
+    pub fn receive(mut self, receive: Receive) -> Self {
+        self.receive = receive;
         self
     }
 

@@ -5,7 +5,11 @@ use std::collections::{BTreeMap, HashSet};
 use transport_core::{Error, ErrorKind, Result};
 
 use super::config::{Backend, Buffers, Protocol, RunConfig, ServerSection};
-use crate::{config::Problems, flow::Watermarks, layout::Layout};
+use crate::{
+    config::{Problems, Receive, TransportChoice},
+    flow::Watermarks,
+    layout::Layout,
+};
 
 /// Everything that is wrong at once; what will be regretted otherwise.
 pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> Result<Vec<String>> {
@@ -103,6 +107,12 @@ pub(super) fn check(config: &RunConfig, sources: &BTreeMap<String, String>) -> R
             "nvlink cannot write into host memory",
             "set receive_buffers=cuda: transport.receive_buffers = \"cuda\"",
         ));
+    }
+    let by_shm = |receive: Receive| receive.refusal(TransportChoice::Shm);
+    if transport.backend == Backend::Shm
+        && let Some((why, remedy)) = transport.receive().and_then(by_shm)
+    {
+        problems.note(refuse("transport.receive_buffers, transport.backend", why, remedy));
     }
     if transport.protocol == Some(Protocol::Nvlink) && !transport.force_mnnvl {
         problems.note(refuse(

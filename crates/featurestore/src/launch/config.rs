@@ -13,6 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
 use crate::{
+    config::Receive,
     layout::Strategy,
     producer::{Batching, Routing},
 };
@@ -189,7 +190,8 @@ pub struct TransportSection {
     pub protocol: Option<Protocol>,
     /// Size of each server's arena; never guessed.
     pub arena: Option<Size>,
-    /// Where trainers receive; `cuda` for NVLink.
+    /// Where trainers receive; `cuda` for NVLink. Over `tcp` that is memory of the GPU too, through
+    /// page-locked buffers, and the others are host memory.
     pub receive_buffers: Option<Buffers>,
     /// Receive pool of each rank.
     pub receive_pool: Option<Size>,
@@ -198,6 +200,18 @@ pub struct TransportSection {
     pub force_mnnvl: bool,
     /// Whether captures are published from device memory; left to the server if not given.
     pub gpu_put: Option<bool>,
+}
+
+impl TransportSection {
+    /// Where trainers receive what comes by transports of this library, as its own setting; none if
+    /// nothing is said, or Mooncake brings it.
+    pub fn receive(&self) -> Option<Receive> {
+        match (self.backend, self.receive_buffers?) {
+            (Backend::Mooncake | Backend::MooncakeGpuDirect, _) => None,
+            (_, Buffers::Cuda) => Some(Receive::Device),
+            (_, Buffers::Pinned | Buffers::Pageable) => Some(Receive::Host),
+        }
+    }
 }
 
 /// `[[server]]`

@@ -87,6 +87,9 @@ impl LaunchPlan {
             env.insert("FEATURESTORE_LEADER".into(), config.trainer.leader.clone());
             env.insert("DISAGG_ASYNC_ACK".into(), u8::from(config.trainer.async_ack).to_string());
             env.insert("LOADER_PREFETCH".into(), config.trainer.prefetch.to_string());
+            if let Some(receive) = config.transport.receive() {
+                env.insert("FEATURESTORE_RECEIVE".into(), receive.name().into());
+            }
             roles.push(Role {
                 name: format!("trainer-{rank}"),
                 host: "localhost".into(),

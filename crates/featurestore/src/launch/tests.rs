@@ -45,6 +45,14 @@ fn load(text: &str) -> Result<Loaded> {
     Loaded::text(text, Syntax::Toml, none)
 }
 
+/// [`GOOD`] with capture servers of ours, read by shm.
+fn over_shm() -> String {
+    GOOD.replacen("mooncake_gpu_direct", "shm", 1)
+        .replacen("protocol = \"nvlink\"\n", "", 1)
+        .replacen("receive_buffers = \"cuda\"\n", "", 1)
+        .replacen("force_mnnvl = true\n", "", 1)
+}
+
 #[test]
 fn every_role_gets_its_command_and_environment() {
     let plan = load(GOOD).unwrap().plan();
@@ -138,6 +146,32 @@ fn all_that_is_missing_or_unknown_is_said_at_once() {
 }
 
 #[test]
+fn trainers_over_our_transports_are_told_where_to_receive() {
+    let told = |text: &str| -> Vec<Option<String>> {
+        let receive = |role: &Role| role.env.get("FEATURESTORE_RECEIVE").cloned();
+        load(text).unwrap().plan().roles.iter().map(receive).collect()
+    };
+    let with = |buffers: &str| {
+        OVER_TCP.replacen("[transport]", &format!("[transport]\nreceive_buffers = {buffers:?}"), 1)
+    };
+    for (text, receive) in [
+        (OVER_TCP.to_owned(), None),
+        (with("cuda"), Some("device")),
+        (with("pinned"), Some("host")),
+        (with("pageable"), Some("host")),
+    ] {
+        // A server, the producer, two trainers.
+        let receive = receive.map(str::to_owned);
+        assert_eq!(told(&text), [None, None, receive.clone(), receive], "{text}");
+    }
+    assert!(told(GOOD).iter().all(Option::is_none), "Mooncake brings it there by itself");
+    let error = load(&with("cuda").replacen("\"tcp\"", "\"shm\"", 1)).unwrap_err().to_string();
+    for part in ["transport.receive_buffers", "server's memory", "choose the transport tcp"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
+#[test]
 fn the_examples_are_runs() {
     for (text, role, part) in [
         (OVER_TCP, "server-0", "--http=127.0.0.1:30000"),
@@ -216,10 +250,7 @@ fn what_will_be_regretted_is_noted() {
 
 #[test]
 fn the_other_backends_plan_too_and_the_schema_knows_every_section() {
-    let shm = GOOD
-        .replacen("mooncake_gpu_direct", "shm", 1)
-        .replacen("protocol = \"nvlink\"\n", "", 1)
-        .replacen("force_mnnvl = true\n", "", 1);
+    let shm = over_shm();
     let loaded = load(&shm).unwrap();
     assert!(loaded.notes.iter().any(|note| note.contains("FEATURESTORE_TOKEN")), "{loaded:?}");
     assert!(load(&shm.replace("10.0.0.2", "127.0.0.1")).unwrap().notes.is_empty());
@@ -306,10 +337,7 @@ fn a_run_says_the_same_in_both_languages() {
 
 #[test]
 fn a_capture_server_of_ours_is_told_addresses_it_can_listen_at() {
-    let shm = GOOD
-        .replacen("mooncake_gpu_direct", "shm", 1)
-        .replacen("protocol = \"nvlink\"\n", "", 1)
-        .replacen("force_mnnvl = true\n", "", 1);
+    let shm = over_shm();
     let plan = load(&shm.replace("10.0.0.2", "localhost")).unwrap().plan();
     assert!(plan.roles[0].argv.contains(&"--http=127.0.0.1:30000".to_owned()), "{plan:?}");
     let plan = load(&shm.replace("10.0.0.2", "2001:db8::1")).unwrap().plan();

@@ -55,6 +55,9 @@ fn command(options: &Options, mooncake: &MooncakeConfig, subcommand: &str) -> Re
     if let Some(config) = &options.config {
         command.arg("--config").arg(config);
     }
+    // Above whatever that file says.
+    command.env("FEATURESTORE_TRANSPORT", options.transport.name());
+    command.env("FEATURESTORE_RECEIVE", options.receive.name());
     if matches!(options.transport, TransportChoice::Store | TransportChoice::Mooncake) {
         command.envs(mooncake.variables());
         #[cfg(feature = "store")]
@@ -140,7 +143,6 @@ impl Server {
         let mut command = command(options, mooncake, "capture-server")?;
         command.arg("--exit-with-parent");
         let mut flags = vec![
-            ("--transport", options.transport.to_string()),
             ("--arena", options.arena.to_string()),
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
             (

@@ -11,8 +11,6 @@ use crate::choose::Choice;
 /// The only line to the trainer. Its input ends with the pipeline.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Start {
-    /// `auto`, `shm`, `tcp` or `store`.
-    pub(super) transport: String,
     /// Whether an unavailable transport is an error.
     pub(super) strict: bool,
     /// Control addresses of the servers.

@@ -30,7 +30,7 @@ pub use preset::{Preset, Style};
 pub use report::{LedgerReport, MooncakeReport, PeakRss, Report, ServerReport, TrainerWait};
 
 use crate::{
-    config::{MooncakeConfig, Settings, TransportChoice},
+    config::{MooncakeConfig, Receive, Settings, TransportChoice},
     ledger::{Ledger, LedgerOptions},
     process::Signals,
     workload::{self, Model},
@@ -59,10 +59,12 @@ pub struct Options {
     pub device: u32,
     /// GPUs of the servers' arenas, in turn. If any are named, an arena in host memory is an error.
     pub server_devices: Vec<u32>,
-    /// GPU of the trainer's pool. If it is named, an arena in host memory is an error.
+    /// GPU of the trainer's pool. If it is named, a trainer that receives in host memory is an error.
     pub trainer_device: Option<u32>,
     /// How the trainer reads.
     pub transport: TransportChoice,
+    /// Where the trainer receives.
+    pub receive: Receive,
     /// Whether an unavailable transport is an error.
     pub strict: bool,
     /// Where Mooncake and its store are, for [`TransportChoice::Store`].
@@ -114,6 +116,7 @@ impl Default for Options {
             server_devices: Vec::new(),
             trainer_device: None,
             transport: TransportChoice::Auto,
+            receive: Receive::Auto,
             strict: false,
             mooncake: MooncakeConfig::from_settings(&Settings::new()).expect("valid defaults"),
             quantum: 16,
@@ -145,9 +148,14 @@ impl Options {
         }
     }
 
-    /// Whether GPUs were asked for by their numbers.
-    fn names_devices(&self) -> bool {
-        !self.server_devices.is_empty() || self.trainer_device.is_some()
+    /// What names GPUs that nothing would lie on, with arenas in host memory.
+    fn idle_devices(&self) -> Option<&'static str> {
+        let trainer = self.trainer_device.filter(|_| self.receive != Receive::Device);
+        match (self.server_devices.is_empty(), trainer) {
+            (false, _) => Some("--server-devices"),
+            (true, Some(_)) => Some("--trainer-device"),
+            (true, None) => None,
+        }
     }
 }
 
@@ -169,7 +177,7 @@ pub async fn run(options: &Options) -> Result<Report> {
 async fn job(options: &Options) -> Result<Report> {
     let plan = Plan::new(options)?;
     plan.check(options)?;
-    check_built(options.transport)?;
+    check_built(options.transport, options.receive)?;
     if let Some(path) = &options.ledger {
         check_ledger(path, plan.run_id()).map_err(|e| e.with("ledger", path.display()))?;
     }
@@ -184,8 +192,9 @@ async fn job(options: &Options) -> Result<Report> {
     }
 }
 
-/// Refuses a transport that servers or trainer could only refuse each.
-fn check_built(transport: TransportChoice) -> Result<()> {
+/// Refuses what servers or trainer could only refuse each.
+fn check_built(transport: TransportChoice, receive: Receive) -> Result<()> {
+    receive.check(transport)?;
     let mooncake = cfg!(any(feature = "mooncake", feature = "mooncake-python"));
     let remedy = match transport {
         TransportChoice::Store | TransportChoice::Mooncake if !mooncake => {
@@ -193,6 +202,13 @@ fn check_built(transport: TransportChoice) -> Result<()> {
         }
         of_devices if of_devices.is_of_devices() && !cfg!(feature = "cuda") => {
             "build with --features cuda"
+        }
+        _ if receive == Receive::Device && !cfg!(feature = "cuda") => {
+            let why = "built without receiving on devices";
+            return Err(Error::new(ErrorKind::Unsupported, "run pipeline", why)
+                .with("setting", "receive")
+                .with("found", receive)
+                .remedy("build with --features cuda, or receive in host memory: --receive host"));
         }
         _ => return Ok(()),
     };
@@ -236,19 +252,20 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         server.ready().await?; // they get ready side by side
     }
     let are_on_device = servers.iter().all(|server| server.is_on_device);
-    if options.names_devices() && !are_on_device {
+    if let Some(flag) = options.idle_devices().filter(|_| !are_on_device) {
         return Err(Error::new(
             ErrorKind::ConfigInvalid,
             "start pipeline",
             "GPUs are named, and the servers' arenas are in host memory",
         )
+        .with("flag", flag)
         .with("transport", options.transport)
         .remedy(
             "use --transport nvlink_intra, which says what it lacks here; or leave out \
-             --server-devices and --trainer-device",
+             --server-devices, and --trainer-device unless with --receive device",
         ));
     }
-    // On a device more are read together; see the trainer.
+    // From device to device more are read together; see the trainer.
     let pool = pool_of(if are_on_device { 8 } else { 4 });
     let folder = ControlFolder::new();
     let absolute =
@@ -258,7 +275,6 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         None => folder.path().join("ledger.db"),
     };
     let start = Start {
-        transport: options.transport.to_string(),
         strict: options.strict,
         peers: servers.iter().filter_map(|s| s.control.clone()).collect(),
         pool_bytes: pool,

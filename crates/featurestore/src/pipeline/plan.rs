@@ -85,8 +85,8 @@ impl Plan {
         self.0.sizes.iter().map(|size| size.arena_bytes).max().unwrap_or(0)
     }
 
-    /// Makes or reads one prompt.
-    pub(super) fn prompt(&self, index: usize) -> Result<Prompt> {
+    /// Makes or reads one prompt, `checked` against the manifest of the input.
+    pub(super) fn prompt(&self, index: usize, checked: bool) -> Result<Prompt> {
         let Inner { run_id, prompts, sizes } = &*self.0;
         match prompts {
             Prompts::Synthetic { seed } => {
@@ -94,7 +94,7 @@ impl Plan {
             }
             Prompts::Folder { folder, names } => {
                 let id = SampleId::new(format!("{run_id}:{}", names[index]))?;
-                folder.sample(&names[index])?.prompt(id)
+                folder.sample(&names[index])?.prompt(id, checked)
             }
         }
     }
@@ -228,7 +228,7 @@ mod tests {
         let plan = Plan::new(&options).unwrap();
         assert_eq!((plan.len(), plan.tokens()), (512, workload::PAPER_TOKENS));
         plan.check(&options).unwrap();
-        let prompt = plan.prompt(511).unwrap();
+        let prompt = plan.prompt(511, true).unwrap();
         assert_eq!(prompt.input_ids.len() as u64, plan.0.sizes[511].tokens);
     }
 

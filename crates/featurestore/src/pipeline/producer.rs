@@ -7,7 +7,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use control_proto::capture::Form;
+use control_proto::capture::{ChecksumKind, Form};
 use tokio::process::Child;
 use transport_core::{
     Capabilities, ClientId, Descriptor, Error, ErrorKind, FetchOptions, FetchRequest, Fetched,
@@ -53,6 +53,7 @@ pub(super) struct Run {
     pub(super) totals: Totals,
     pub(super) choice: Choice,
     pub(super) views: bool,
+    pub(super) on_device: bool,
     pub(super) samples: usize,
     pub(super) tokens: u64,
     pub(super) capture_elapsed: Duration,
@@ -70,8 +71,14 @@ pub(super) async fn run(
     progress: &Arc<Progress>,
 ) -> Result<Run> {
     let Trainer { name, client, choice, views, mut child, stdin, mut events } = trainer;
-    let producer = producer(options, servers, client, plan, folder, progress)?;
-    let prompts = Box::new(Planned::new(options, plan));
+    let on_device = options.receive.is_on_device(choice.chosen.parse()?);
+    let checksums: &[ChecksumKind] = match (options.verify, on_device) {
+        (false, _) => &[],
+        (true, false) => &ChecksumKind::ALL,
+        (true, true) => &[ChecksumKind::Mixsum], // which is what devices compare
+    };
+    let producer = producer(options, servers, client, checksums, plan, folder, progress)?;
+    let prompts = Box::new(Planned::new(options, plan, on_device && options.verify));
     let start = Instant::now();
     let mut producing = Box::pin(producer.run(prompts));
     let (mut produced, mut totals) = (None, None);
@@ -126,6 +133,7 @@ pub(super) async fn run(
         totals: totals.expect("the loop ends with it"),
         choice,
         views,
+        on_device,
         samples: plan.len(),
         tokens: plan.tokens(),
         capture_elapsed: counts.last_captured.saturating_duration_since(start),
@@ -138,6 +146,7 @@ fn producer(
     options: &Options,
     servers: &[Server],
     holder: ClientId,
+    checksums: &[ChecksumKind],
     plan: &Plan,
     folder: &Path,
     progress: &Arc<Progress>,
@@ -160,7 +169,7 @@ fn producer(
     capture.form = if options.plugin { Form::Plugin } else { Form::Patch };
     capture.timeout = REQUEST;
     capture.holder = Some(holder);
-    capture.checksums = options.verify;
+    capture.checksums = checksums.to_vec();
     let client = CaptureClient::new(capture, samples.clone(), endpoints);
 
     let style = options.style;
@@ -191,17 +200,20 @@ fn producer(
 struct Planned {
     plan: Plan,
     order: std::vec::IntoIter<usize>,
+    /// Whether prompts are compared with the manifest of the input: nobody can once they are on a
+    /// device.
+    checked: bool,
 }
 
 impl Planned {
-    fn new(options: &Options, plan: &Plan) -> Self {
+    fn new(options: &Options, plan: &Plan, checked: bool) -> Self {
         let style = &options.style;
         let order = preset::order(plan.len(), style.ingest_batch, style.batching, options.seed);
-        Self { plan: plan.clone(), order: order.into_iter() }
+        Self { plan: plan.clone(), order: order.into_iter(), checked }
     }
 
     fn task(&self, index: usize) -> Result<Task> {
-        let prompt = self.plan.prompt(index)?;
+        let prompt = self.plan.prompt(index, self.checked)?;
         let task = Task::new(prompt.sample_id, prompt.input_ids, prompt.loss_mask);
         Ok(task.room(self.plan.arena_bytes(index)))
     }

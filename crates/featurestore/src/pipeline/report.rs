@@ -30,6 +30,8 @@ pub struct Report {
     pub transport_reasons: Vec<Candidate>,
     /// Whether the trainer saw the samples where the server keeps them, without a copy.
     pub views: bool,
+    /// Whether the trainer received them in memory of its GPU.
+    pub on_device: bool,
     /// Tensor payload that passed through the trainer's host memory.
     pub host_payload_bytes: u64,
     /// From the first request to the last capture.
@@ -190,6 +192,7 @@ impl Report {
             transport: run.choice.chosen,
             transport_reasons: run.choice.candidates,
             views: run.views,
+            on_device: run.on_device,
             host_payload_bytes: totals.host_payload_bytes,
             capture_elapsed_s: capture,
             materialize_active_s: totals.materialize_active_s,
@@ -288,7 +291,8 @@ impl fmt::Display for Report {
         let gb_per_s = |seconds: f64| {
             if seconds > 0.0 { self.bytes as f64 / 1e9 / seconds } else { 0.0 }
         };
-        writeln!(f, "transport      {}", self.transport)?;
+        let place = if self.on_device { ", received on the device" } else { "" };
+        writeln!(f, "transport      {}{place}", self.transport)?;
         writeln!(
             f,
             "moved          {} samples, {} tokens, {} bytes ({})",

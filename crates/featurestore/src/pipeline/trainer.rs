@@ -6,6 +6,7 @@
 
 mod compare;
 mod marks;
+mod way;
 
 use std::{
     collections::VecDeque,
@@ -43,18 +44,12 @@ use crate::{
 };
 use compare::{Bounds, Compared, Comparing};
 use marks::Marks;
+use way::Way;
 
 /// Differing tensors that are reported by name.
 const NAMED: usize = 8;
 /// Longest line from the pipeline, in bytes.
 const MAX_LINE: u64 = 4 << 20;
-/// Samples that are read at a time, ahead of the comparison.
-const AHEAD: usize = 4;
-/// The same onto a device, and how few of them there are when more are begun. Servers may use the
-/// device too, and then each reading by itself would wait for its turn.
-const ON_DEVICE: (usize, usize) = (16, 8);
-/// Samples that one call reads onto a device.
-const TOGETHER: usize = 8;
 /// Pause between two looks at the channel.
 const POLL: Duration = Duration::from_millis(1);
 /// Windows that wait for the training loop, besides those that it reads.
@@ -63,7 +58,7 @@ const WINDOWS: usize = 2;
 /// Runs the trainer until the run's channel ends, or its standard input does: then the pipeline is
 /// gone, and nobody else removes `folder` any more.
 ///
-/// The first line of its input overrides transport, strictness and pool of `config`. False if it
+/// The first line of its input overrides strictness and pool of `config`. False if it
 /// failed, and the pipeline was told why.
 pub async fn run(config: Config, folder: PathBuf) -> Result<bool> {
     let (first, start) = oneshot::channel::<Result<Start>>();
@@ -94,21 +89,22 @@ async fn train(config: Config, start: oneshot::Receiver<Result<Start>>) -> Resul
     let ended = || Error::new(ErrorKind::Closed, "train", "the input ended before it began");
     let start = start.await.map_err(|_| ended())??;
     let peers = start.peers.iter().map(|p| p.parse()).collect::<Result<Vec<SessionName>>>()?;
-    let mut config = config.transport(start.transport.parse()?).strict(start.strict);
+    let mut config = config.strict(start.strict);
     if let Some(pool) = ByteSize::new(start.pool_bytes).filter(|p| p.get() > 0) {
         config = config.pool(pool);
     }
     let store = FeatureStore::open(&config, &peers).await?;
-    let checker = Checker::new(&config, store.choice())?;
-    let warm = store.health().await?.registrations;
     let views = store.info().capabilities.views;
+    let way = Way::of(store.choice().chosen.parse()?, config.receive, views);
+    let checker = Checker::new(&config, way.is_on_device())?;
+    let warm = store.health().await?.registrations;
     let marks = Marks::default();
     let training = {
         let (samples, deadline) = (store.samples().clone(), store.deadline());
         let (marks, runtime) = (marks.clone(), Handle::current());
         let (done, outcome) = oneshot::channel();
         let training = move || {
-            let training = Loop::start(start, samples, checker, deadline, views, marks, runtime);
+            let training = Loop::start(start, samples, checker, deadline, way, marks, runtime);
             let _ = done.send(training.and_then(Loop::run)); // nobody listens once the pipeline left
         };
         say(&Event::Ready {
@@ -187,7 +183,7 @@ impl Loop {
         samples: Arc<Samples>,
         checker: Checker,
         deadline: Duration,
-        views: bool,
+        way: Way,
         marks: Marks,
         runtime: Handle,
     ) -> Result<Self> {
@@ -205,25 +201,16 @@ impl Loop {
             Acknowledger::new(group, samples.clone(), Some(authority.clone()), runtime.clone())?
                 .observed(marks.observer())
                 .batch(if start.serial { 1 } else { usize::MAX });
-        let (in_flight, refill_at) = match (start.serial, checker.is_on_device()) {
-            (true, _) => (1, 0),
-            (false, true) => ON_DEVICE,
-            (false, false) => (AHEAD, AHEAD - 1),
-        };
-        // Half of a pool is read into, a quarter is compared, and a quarter is against fragments.
-        let share = |part: u64| if views { u64::MAX } else { start.pool_bytes / part };
+        let (in_flight, refill_at) = if start.serial { (1, 0) } else { way.ahead() };
         let options = ConsumerOptions {
             deadline,
             in_flight,
             refill_at,
-            together: if checker.is_on_device() { TOGETHER } else { 1 },
-            max_bytes: (!views).then(|| share(2)),
+            together: way.together(),
+            max_bytes: way.read_bytes(start.pool_bytes),
             layout: None, // what the server was asked for was checked when it answered
         };
-        let bounds = match start.serial || checker.is_on_device() {
-            true => Bounds::SERIAL,
-            false => Bounds::of_cores(share(4)),
-        };
+        let bounds = if start.serial { Bounds::SERIAL } else { way.compared(start.pool_bytes) };
         Ok(Self {
             consumer: Consumer::new(samples.clone(), options),
             comparing: Comparing::start(checker, bounds, &runtime)?,

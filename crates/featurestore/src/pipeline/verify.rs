@@ -1,4 +1,4 @@
-//! Compares what the trainer read with checksums made where it was filled.
+//! Compares what the trainer read with checksums made where it was filled, where it lies.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use control_proto::capture::{Checksum, ChecksumKind};
 use transport_core::{Error, ErrorKind, Fetched, RegionSlice, Result};
 
 use super::messages::Job;
-use crate::{choose::Choice, config::Config, manifest::sha256_hex, source::checksum};
+use crate::{config::Config, manifest::sha256_hex, source::checksum};
 
 /// Compares samples; tensors on a device are summed up there. Threads may share it.
 #[derive(Debug)]
@@ -16,46 +16,37 @@ pub(super) struct Checker {
 }
 
 impl Checker {
-    /// One for what comes by the chosen transport.
-    pub(super) fn new(config: &Config, choice: &Choice) -> Result<Self> {
+    /// One for what may also lie on [`Config::device`], if anything does.
+    pub(super) fn new(config: &Config, on_device: bool) -> Result<Self> {
         #[cfg(feature = "cuda")]
         {
             use capture_arena::cuda::{Device, driver};
             use transport_mooncake_direct::cuda::DeviceTensors;
 
-            let chosen: crate::TransportChoice = choice.chosen.parse()?;
             let open = || DeviceTensors::load(&Device::open(driver()?, config.device)?);
-            let device = chosen.is_of_devices().then(open).transpose()?;
+            let device = on_device.then(open).transpose()?;
             Ok(Self { device })
         }
         #[cfg(not(feature = "cuda"))]
         {
-            let _ = (config, choice);
+            let _ = (config, on_device); // no build without devices receives on one
             Ok(Self {})
         }
-    }
-
-    /// Whether tensors lie on a device.
-    pub(super) fn is_on_device(&self) -> bool {
-        #[cfg(feature = "cuda")]
-        return self.device.is_some();
-        #[cfg(not(feature = "cuda"))]
-        false
     }
 
     /// Bytes compared, and the tensors that differ.
     pub(super) fn compare(&self, job: &Job, fetched: &Fetched) -> Result<(u64, Vec<String>)> {
         let mut bytes = 0;
         let mut differing = Vec::new();
-        let on_device = self.sums_on_device(fetched)?;
-        for (at, (name, tensor)) in fetched.tensors.iter().enumerate() {
+        let made = self.sums_on_device(fetched)?;
+        for ((name, tensor), made) in fetched.tensors.iter().zip(made) {
             let key = || fetched.descriptor.sample.object(name).to_string();
             let sum = |sums: &Option<BTreeMap<String, String>>| {
                 sums.as_ref()?.get(name.as_str()).cloned()
             };
             let expected = sum(&job.checksums).map(|sum| sum.parse::<Checksum>()).transpose()?;
-            // Only the host makes these; what was on its way to a device was compared there.
-            let sha256 = sum(&job.sha256).filter(|_| on_device.is_none());
+            // Only the host makes these; what was on its way to a device was compared before.
+            let sha256 = sum(&job.sha256).filter(|_| made.is_none());
             if expected.is_none() && sha256.is_none() {
                 let why = "a tensor came without checksum";
                 return Err(Error::new(ErrorKind::NotFound, "compare", why)
@@ -64,8 +55,8 @@ impl Checker {
                         "the server must answer x-featurestore-checksums; or give --no-verify",
                     ));
             }
-            let same = match &on_device {
-                Some(sums) => expected == Some(Checksum::new(ChecksumKind::Mixsum, sums[at])),
+            let same = match made {
+                Some(made) => expected == Some(Checksum::new(ChecksumKind::Mixsum, made)),
                 None => {
                     let found = host_bytes(&tensor.data)?;
                     expected.is_none_or(|sum| sum == checksum(sum.kind, found))
@@ -80,19 +71,23 @@ impl Checker {
         Ok((bytes, differing))
     }
 
-    /// The sums of a sample's tensors, if they are on a device. No byte comes to the host.
-    fn sums_on_device(&self, fetched: &Fetched) -> Result<Option<Vec<u64>>> {
+    /// The sums of those of a sample's tensors that lie on a device. No byte comes to the host.
+    fn sums_on_device(&self, fetched: &Fetched) -> Result<Vec<Option<u64>>> {
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
             use std::time::{Duration, Instant};
 
             /// Longest time for one sample: a device that needs more is stuck.
             const BOUND: Duration = Duration::from_secs(30);
-            let tensors: Vec<_> = fetched.tensors.values().map(|t| t.data.clone()).collect();
-            return device.sums(&tensors, Instant::now() + BOUND).map(Some);
+            let lies_there = |data: &RegionSlice| !data.kind().is_host();
+            let all = || fetched.tensors.values().map(|tensor| &tensor.data);
+            let tensors: Vec<_> = all().filter(|data| lies_there(data)).cloned().collect();
+            let mut sums = device.sums(&tensors, Instant::now() + BOUND)?.into_iter();
+            return Ok(all()
+                .map(|data| if lies_there(data) { sums.next() } else { None })
+                .collect());
         }
-        let _ = fetched;
-        Ok(None)
+        Ok(vec![None; fetched.tensors.len()])
     }
 }
 
@@ -167,6 +162,17 @@ mod tests {
         bytes[0][4098] ^= 1;
         let other = fetched(&cuda, &pool, &bytes);
         assert_eq!(checker.compare(&job, &other).unwrap(), (4107, vec!["s/a/g1/t0".to_owned()]));
+
+        // Each tensor where it lies, whatever else the sample has.
+        let mut mixed = fetched(&cuda, &pool, &bytes);
+        let host = RegionSlice::copy_of(&bytes[1]);
+        mixed.tensors[1] = Tensor::new(mixed.tensors[1].meta.clone(), host).unwrap();
+        job.checksums = Some(sums(ChecksumKind::Mixsum, &bytes));
+        job.sha256 = Some([("t1".to_owned(), sha256_hex(&bytes[1]))].into());
+        assert_eq!(checker.compare(&job, &mixed).unwrap(), (4107, Vec::new()));
+        job.sha256 = Some([("t1".to_owned(), sha256_hex(b"other"))].into());
+        assert_eq!(checker.compare(&job, &mixed).unwrap().1, ["s/a/g1/t1"]);
+        job.sha256 = None;
 
         // One that no device makes is no proof.
         job.checksums = Some(sums(ChecksumKind::Xxh3, &bytes));

@@ -4,7 +4,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use control_proto::capture::{
-    CHECKSUMS_ANY, CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, Form, HOLDER_HEADER,
+    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, ChecksumKind, Form, HOLDER_HEADER,
     Limits, PATIENCE_HEADER, Prompt, Row, parse_response,
 };
 use control_proto::sample_ref::SampleRef;
@@ -40,9 +40,10 @@ pub struct CaptureOptions {
     pub patience: Option<Duration>,
     /// Client for whom samples are held from their birth on.
     pub holder: Option<ClientId>,
-    /// Whether servers are asked for checksums of what they capture, which refs then carry in
-    /// their metadata. Default: false.
-    pub checksums: bool,
+    /// Checksums that servers are asked for, the kind that consumers like best first; refs then carry
+    /// them in their metadata. Who receives on a device compares [`ChecksumKind::Mixsum`] only.
+    /// Default: none.
+    pub checksums: Vec<ChecksumKind>,
 }
 
 /// Entry of a ref's metadata that holds checksums by tensor, as [`Checksum`] writes them.
@@ -58,7 +59,7 @@ impl CaptureOptions {
             timeout: Duration::from_secs(300),
             patience: Some(Duration::from_secs(1)),
             holder: None,
-            checksums: false,
+            checksums: Vec::new(),
         }
     }
 }
@@ -213,8 +214,9 @@ impl CaptureClient {
         if let Some(patience) = self.options.patience {
             request = request.header(PATIENCE_HEADER, patience.as_millis().to_string());
         }
-        if self.options.checksums {
-            request = request.header(CHECKSUMS_HEADER, CHECKSUMS_ANY);
+        let kinds: Vec<_> = self.options.checksums.iter().map(|kind| kind.name()).collect();
+        if !kinds.is_empty() {
+            request = request.header(CHECKSUMS_HEADER, kinds.join(", "));
         }
         let answer = request.body(body).send().await.map_err(failed)?;
         let status = answer.status();

@@ -7,7 +7,7 @@ use rollout_codec::transport::{HostShare, Journal, RolloutConfig, RolloutTranspo
 use transport_core::{ByteSize, ClientId, Error, ErrorKind, Result, Transport};
 use transport_mooncake_direct::{CaptureSink, DirectTransport, Engine, SinkConfig};
 
-use crate::config::{Config, TransportChoice};
+use crate::config::{Config, Receive, TransportChoice};
 
 /// Receive pool of a reader, if nothing is configured.
 const DEFAULT_POOL: ByteSize = ByteSize::mib(2048);
@@ -40,9 +40,16 @@ pub struct Endpoint {
 
 impl Endpoint {
     /// Opens a producer over `shm` or `tcp` if there is to be memory, a reader if there is not, or
-    /// joins a store. `auto` means `shm`.
+    /// joins a store. `auto` means `shm`. Memory of a GPU as the place to receive in is refused.
     pub async fn open(options: Options) -> Result<Self> {
         let Options { config, mut rollouts, memory, share, journal } = options;
+        if config.receive == Receive::Device {
+            let why = "rollouts are read in host memory only";
+            return Err(Error::new(ErrorKind::Unsupported, "open rollouts", why)
+                .with("setting", "receive")
+                .with("found", config.receive)
+                .remedy("set receive = host"));
+        }
         rollouts = rollouts.deadline(config.deadline);
         if let Some(folder) = share {
             rollouts = rollouts.host_share(HostShare::new(folder)?);

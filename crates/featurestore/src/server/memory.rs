@@ -3,7 +3,7 @@
 use capture_arena::Backing;
 use transport_core::{Error, Result};
 
-use crate::config::{ArenaKind, ServerConfig, TransportChoice};
+use crate::config::{ArenaKind, Receive, ServerConfig, TransportChoice};
 
 /// Most threads that take an arena's memory: more only wait for each other in the kernel.
 const POPULATORS: usize = 8;
@@ -27,6 +27,12 @@ impl Memory {
             ArenaKind::Shared => Self::host(kind, config, "asked for: arena_kind = shared".into()),
             ArenaKind::Device => device::take(config),
             ArenaKind::Auto if transport.is_of_devices() => device::take(config),
+            ArenaKind::Auto
+                if transport == TransportChoice::Auto && config.receive == Receive::Host =>
+            {
+                let reason = "what trainers receive in host memory: receive = host".into();
+                Self::host(ArenaKind::Shared, config, reason)
+            }
             ArenaKind::Auto if transport == TransportChoice::Auto => match device::take(config) {
                 Ok(memory) => Ok(memory),
                 Err(why) => {

@@ -188,9 +188,7 @@ mod tests {
     }
 
     fn checker() -> Checker {
-        let config = crate::Config::default();
-        let choice = crate::choose::Choice { candidates: Vec::new(), chosen: "shm".into() };
-        Checker::new(&config, &choice).unwrap()
+        Checker::new(&crate::Config::default(), false).unwrap()
     }
 
     #[tokio::test(flavor = "multi_thread")]

@@ -15,7 +15,7 @@ use transport_mooncake_direct::{
 };
 
 use super::Fill;
-use crate::{manifest::sha256_hex, source::checksum};
+use crate::source::checksum;
 
 /// Batches that are written together at most.
 const TOGETHER: usize = 32;
@@ -139,14 +139,7 @@ impl Job {
                         let reserved = &reservation.samples()[sample];
                         let mut bytes = vec![0; reserved.objects[object].meta.nbytes() as usize];
                         source.read(prompt, object, &mut bytes)?;
-                        // Nobody can compare it with the manifest once it is on the device.
-                        let expected = source.sha256(prompt, object);
-                        if expected.is_some_and(|expected| expected != sha256_hex(&bytes)) {
-                            let why = "the file and its manifest disagree";
-                            let name = &reserved.objects[object].name;
-                            return Err(Error::new(ErrorKind::Corrupt, "capture", why)
-                                .with("key", reserved.sample.object(name)));
-                        }
+                        source.check(prompt, object, &bytes)?;
                         host_bytes += bytes.len() as u64;
                         given.push(fill.checksums.map(|kind| checksum(kind, &bytes)));
                         Content::Host(bytes)
