@@ -116,7 +116,7 @@ pub(crate) struct Survey {
     #[cfg(feature = "direct")]
     reader: Option<device::Reader>,
     /// The device on which is received what comes through the host.
-    #[cfg_attr(not(feature = "direct"), expect(dead_code))]
+    #[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
     receiver: Option<OnDevice>,
 }
 
@@ -159,7 +159,7 @@ async fn connect(
 ) -> Result<Arc<dyn Transport>> {
     match choice.chosen.as_str() {
         #[cfg(feature = "store")]
-        "store" => store::connect(config, choice).await,
+        "store" => store::connect(config, choice, survey.receiver.take()).await,
         #[cfg(feature = "direct")]
         "nvlink_intra" | "nvlink" | "shm" | "tcp" | "mooncake" => {
             let (reader, receiver) = (survey.reader.take(), survey.receiver.take());

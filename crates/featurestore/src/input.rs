@@ -253,6 +253,21 @@ mod tests {
     }
 
     #[test]
+    fn a_prompt_is_compared_with_its_manifest_if_asked_to() {
+        let folder = folder_of(&["a.safetensors".as_ref()]);
+        let listed = r#"{"samples": [{"file": "a.safetensors",
+            "tensors": {"loss_mask": {"sha256": "00"}}}]}"#;
+        std::fs::write(folder.path().join("manifest.json"), listed).unwrap();
+        let folder = Folder::open(folder.path()).unwrap();
+        let prompt =
+            |checked| folder.sample("a").unwrap().prompt(SampleId::new("run:a").unwrap(), checked);
+        assert!(prompt(false).is_ok(), "its reader compares");
+        let error = prompt(true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert_eq!(error.context("tensor"), Some("loss_mask"), "{error}");
+    }
+
+    #[test]
     fn damaged_folders_are_refused_by_name() {
         let folder = tempfile::tempdir().unwrap();
         let error = Folder::open(folder.path()).unwrap_err().to_string();

@@ -6,8 +6,12 @@ use capture_arena::{
     Backing, RegionPool,
     cuda::{ArenaPeers, CudaApi, Device, DeviceArenaConfig, Staging, StagingConfig, driver},
 };
-use transport_core::{ByteSize, Result};
+#[cfg(feature = "store")]
+use mooncake_sys::{SegmentReader, StoreApi};
+use transport_core::{ByteSize, Error, Result};
 use transport_mooncake_direct::{DirectTransportBuilder, Engine};
+#[cfg(feature = "store")]
+use transport_mooncake_store::{DeviceMemory, StoreConfig, StoreTransport};
 
 use super::direct::pool_too_large;
 use crate::config::Config;
@@ -43,18 +47,39 @@ impl OnDevice {
         Ok(builder.engine(Engine::Tcp).pool(pool).staging(staging))
     }
 
+    /// Reads the store into a pool of that size on this device; that on the host, which is as large and
+    /// page-locked, holds samples on their way only.
+    #[cfg(feature = "store")]
+    pub(super) fn start_store(
+        self,
+        api: Arc<dyn StoreApi>,
+        config: StoreConfig,
+        reader: Option<Arc<dyn SegmentReader>>,
+        pool: ByteSize,
+    ) -> Result<StoreTransport> {
+        let memory = DeviceMemory::new(&self.0).map_err(of_receive)?;
+        let memory = memory.receive_in(pool_on(&self.0, pool)?)?;
+        let started = StoreTransport::start_on_device(api, config, reader, memory);
+        // What is short then is memory of the host, to have or to lock.
+        let is_short = |e: &Error| e.kind() == transport_core::ErrorKind::CapacityExceeded;
+        started.map_err(|e| if is_short(&e) { of_receive(e) } else { e })
+    }
+
     /// A pool of that size on this device, and the buffers through which a transport of the host's
     /// fills it.
     fn memory(&self, pool: ByteSize) -> Result<(RegionPool, Staging)> {
         let pool = pool_on(&self.0, pool)?;
-        let staging = Staging::new(&self.0, StagingConfig::default()).map_err(|e| {
-            e.with("setting", "receive").remedy(
-                "raise the limit on locked memory (ulimit -l), or receive in host memory: \
-                 FEATURESTORE_RECEIVE=host, Config::receive",
-            )
-        })?;
+        let staging = Staging::new(&self.0, StagingConfig::default()).map_err(of_receive)?;
         Ok((pool, staging))
     }
+}
+
+/// Names the setting that page-locked memory comes from.
+fn of_receive(error: Error) -> Error {
+    error.with("setting", "receive").remedy(
+        "raise the limit on locked memory (ulimit -l), set a smaller pool, or receive in host memory: \
+         FEATURESTORE_RECEIVE=host, Config::receive",
+    )
 }
 
 /// A receive pool of that size on `device`.
@@ -65,6 +90,8 @@ pub(super) fn pool_on(device: &Device, pool: ByteSize) -> Result<RegionPool> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use capture_arena::{
         Arena, ArenaConfig,
         cuda::{
@@ -74,7 +101,7 @@ mod tests {
     };
     use indexmap::IndexMap;
     use transport_core::{
-        ClientId, Descriptor, Destination, Dtype, Error, ErrorKind, FeatureName, FetchOptions,
+        ClientId, Descriptor, Destination, Dtype, ErrorKind, FeatureName, FetchOptions,
         FetchRequest, Generation, Publication, PublishOptions, Ready, RegionKind, RegionSlice,
         Release, SampleId, SampleKey, StoreId, Tensor, TensorMeta, Transport,
     };
@@ -182,6 +209,11 @@ mod tests {
             assert_eq!(tcp.release(releases).await.unwrap().released, 2);
             tcp.close().await.unwrap();
             drop(tcp);
+            // Its threads let go of it a little later.
+            let end = Instant::now() + Duration::from_secs(10);
+            while !cuda.leaks().is_empty() && Instant::now() < end {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
             assert_eq!(cuda.leaks(), Vec::<String>::new());
         }
     }

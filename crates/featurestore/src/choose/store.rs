@@ -10,7 +10,7 @@ use mooncake_sys::SegmentReader;
 use transport_core::{ByteSize, Error, ErrorKind, Result, SessionName, Transport};
 use transport_mooncake_store::{Layout, StoreConfig, StoreTransport};
 
-use super::{Choice, DEFAULT_POOL, Finding};
+use super::{Choice, DEFAULT_POOL, Finding, receive::OnDevice};
 use crate::{
     config::{Config, Master, MooncakeConfig, StoreReads},
     mooncake,
@@ -75,10 +75,14 @@ pub(crate) fn address_of(name: &SessionName) -> Result<std::net::SocketAddr> {
     addresses.next().ok_or_else(missing)
 }
 
-/// Joins the store as a trainer.
-pub(super) async fn connect(config: &Config, choice: &Choice) -> Result<Arc<dyn Transport>> {
+/// Joins the store as a trainer, which receives on `receiver` if the survey has opened it.
+pub(super) async fn connect(
+    config: &Config,
+    choice: &Choice,
+    receiver: Option<OnDevice>,
+) -> Result<Arc<dyn Transport>> {
     let pool = config.pool.unwrap_or(DEFAULT_POOL);
-    let transport = start(config.mooncake.clone(), 0, pool).await?;
+    let transport = start_on(config.mooncake.clone(), 0, pool, receiver).await?;
     Ok(Arc::new(transport.because(choice.reason())))
 }
 
@@ -88,10 +92,23 @@ pub(crate) async fn start(
     segment: u64,
     pool: ByteSize,
 ) -> Result<StoreTransport> {
+    start_on(config, segment, pool, None).await
+}
+
+async fn start_on(
+    config: MooncakeConfig,
+    segment: u64,
+    pool: ByteSize,
+    receiver: Option<OnDevice>,
+) -> Result<StoreTransport> {
     let joining = tokio::task::spawn_blocking(move || {
         let reader = reader(&config)?;
         let (api, _) = mooncake::join(&config, segment)?;
-        StoreTransport::start_with(api, settings(&config, pool), reader)
+        let settings = settings(&config, pool);
+        match receiver {
+            Some(device) => device.start_store(api, settings, reader, pool),
+            None => StoreTransport::start_with(api, settings, reader),
+        }
     });
     joining.await.map_err(|e| {
         Error::new(ErrorKind::Unexpected, "join Mooncake Store", "joining panicked").source(e)

@@ -57,11 +57,7 @@ impl Receive {
             )),
             (Self::Device, TransportChoice::Mooncake) => Some((
                 "Mooncake's engine fills host memory only here",
-                "choose the transport tcp or nvlink_intra",
-            )),
-            (Self::Device, TransportChoice::Store) => Some((
-                "the store is read into host memory only",
-                "choose the transport tcp or nvlink_intra",
+                "choose the transport tcp, store or nvlink_intra",
             )),
             _ => None,
         }
@@ -138,7 +134,7 @@ mod tests {
         for transport in TransportChoice::ALL {
             assert_eq!(read(transport.name(), "auto").unwrap(), Receive::Auto, "{transport}");
         }
-        for transport in ["auto", "nvlink_intra", "nvlink", "tcp"] {
+        for transport in ["auto", "nvlink_intra", "nvlink", "tcp", "store"] {
             assert_eq!(read(transport, "device").unwrap(), Receive::Device, "{transport}");
         }
         for transport in ["auto", "shm", "tcp", "mooncake", "store"] {

@@ -9,7 +9,7 @@ use std::{
 use capture_arena::{
     Backing, RegionPool,
     cuda::{
-        ArenaPeers, CudaError, Device, DeviceArenaConfig, DevicePtr,
+        ArenaPeers, CudaError, Device, DeviceArenaConfig, DevicePtr, Staging, StagingConfig,
         scripted::{Machine, ScriptedCuda},
     },
 };
@@ -23,10 +23,14 @@ use transport_core::{
 };
 use transport_mooncake_direct::{
     DirectTransport, Engine,
-    cuda::{CudaEngine, CudaOptions, simulate_kernels},
+    cuda::{CudaEngine, CudaOptions, DeviceTensors, simulate_kernels},
 };
 
-use super::{CaptureServer, bind_http, memory::device::take_with, publisher::Publisher};
+use super::{
+    CaptureServer, bind_http,
+    memory::{Memory, device::take_with},
+    publisher::Publisher,
+};
 use crate::{
     Settings,
     config::ServerConfig,
@@ -43,9 +47,9 @@ fn machine() -> Arc<ScriptedCuda> {
     cuda
 }
 
-fn config() -> ServerConfig {
+fn config(transport: &str) -> ServerConfig {
     let mut settings = Settings::new().or_default("arena", "16MiB").unwrap();
-    settings.set("transport", "nvlink_intra").unwrap();
+    settings.set("transport", transport).unwrap();
     ServerConfig::from_settings(&settings).unwrap()
 }
 
@@ -62,14 +66,28 @@ struct Running {
 
 impl Running {
     async fn start(cuda: &Arc<ScriptedCuda>, source: Source) -> Self {
-        let config = config();
+        let config = config("nvlink_intra");
         let memory = take_with(cuda.clone(), &config).unwrap();
         assert!(memory.reason.contains("plain memory of Scripted GPU 0"), "{}", memory.reason);
-        let publisher = Publisher::over(memory, &config).unwrap();
+        assert_eq!(memory.name, "device");
+        Self::over(memory, &config, source).await
+    }
+
+    /// With an arena in host memory.
+    async fn on_host(source: Source) -> Self {
+        let config = config("tcp");
+        let memory = Memory::take(&config).unwrap();
+        assert_eq!(memory.name, "shared");
+        Self::over(memory, &config, source).await
+    }
+
+    async fn over(memory: Memory, config: &ServerConfig, source: Source) -> Self {
+        let name = memory.name;
+        let publisher = Publisher::over(memory, config).unwrap();
         let listener = bind_http(config.http).await.unwrap();
-        let server = CaptureServer::over(listener, publisher, &config, source).await.unwrap();
+        let server = CaptureServer::over(listener, publisher, config, source).await.unwrap();
         let ready = server.ready_line();
-        assert_eq!(ready.memory, "device");
+        assert_eq!(ready.memory, name);
         let (end, ended) = tokio::sync::oneshot::channel();
         let serving = tokio::spawn(async move {
             server.serve(async move { drop(ended.await) }).await.unwrap();
@@ -188,6 +206,45 @@ async fn samples_are_made_on_the_device_and_arrive_on_another() {
     eventually("nothing is left", || servers.leaks().is_empty() && trainers.leaks().is_empty());
 }
 
+/// What the pipeline does over tcp with `receive = device`, on simulated machines.
+#[tokio::test(flavor = "multi_thread")]
+async fn samples_are_made_on_the_host_and_compared_on_a_device() {
+    let trainers = machine();
+    let server = Running::on_host(Source::Synthetic { model: model(), seed: SEED }).await;
+    let rows = server.capture(vec![prompt("a", 3), prompt("b", 4)], "mixsum").await.unwrap();
+    let device = Device::open(trainers.clone(), 0).unwrap();
+    let memory = DeviceArenaConfig::new(8 << 20, ArenaPeers::Nobody);
+    let pool = RegionPool::new(Backing::device(&device, &memory).unwrap()).unwrap();
+    let builder = DirectTransport::builder().engine(Engine::Tcp).pool(pool);
+    let staging = Staging::new(&device, StagingConfig::default()).unwrap();
+    let transport = Arc::new(builder.staging(staging).build().unwrap());
+    let tensors = DeviceTensors::load(&device).unwrap();
+    let mut bytes = 0;
+    for row in rows {
+        let CaptureOutcome::Captured(descriptor) = row.outcome else { panic!("{row:?}") };
+        bytes += descriptor.nbytes();
+        let (fetching, tensors) = (transport.clone(), tensors.clone());
+        let sums = row.checksums.unwrap();
+        let compared = tokio::task::spawn_blocking(move || {
+            let request = FetchRequest::new(Arc::new(descriptor), Destination::Pool);
+            let options = FetchOptions::default();
+            let fetched = fetching.fetch_blocking(vec![request], &options).unwrap().remove(0);
+            let data: Vec<_> = fetched.tensors.values().map(|tensor| tensor.data.clone()).collect();
+            let found = tensors.sums(&data, Instant::now() + Duration::from_secs(10)).unwrap();
+            for (name, found) in fetched.tensors.keys().zip(found) {
+                assert_eq!((sums[name].kind, sums[name].value), (ChecksumKind::Mixsum, found));
+            }
+            fetched.tensors.len()
+        });
+        assert_eq!(compared.await.unwrap(), 3);
+    }
+    let health = tokio::task::spawn_blocking(move || transport.health_blocking().unwrap());
+    assert_eq!(health.await.unwrap().host_payload_bytes, bytes, "each byte through the host, once");
+    server.stop().await;
+    drop((tensors, device));
+    eventually("nothing is left", || trainers.leaks().is_empty());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn files_are_brought_to_the_device_and_counted() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
@@ -289,14 +346,30 @@ async fn a_file_that_its_manifest_denies_fails_alone() {
     std::fs::remove_file(&manifest).unwrap(); // the copy may be read-only
     std::fs::write(&manifest, text).unwrap();
     let cuda = machine();
-    let server = Running::start(&cuda, Source::Folder(Folder::open(copy.path()).unwrap())).await;
+    let source = || Source::Folder(Folder::open(copy.path()).unwrap());
     let one = |i: usize| vec![prompt(&names[i], tokens[i])];
-    let rows = server.capture(one(0), "mixsum").await.unwrap();
-    let CaptureOutcome::Failed { error, .. } = &rows[0].outcome else { panic!("{rows:?}") };
-    assert!(error.contains("manifest disagree") && error.contains("hidden_states"), "{error}");
-    let rows = server.capture(one(1), "mixsum").await.unwrap();
+    for server in [Running::start(&cuda, source()).await, Running::on_host(source()).await] {
+        let rows = server.capture(one(0), "mixsum").await.unwrap();
+        let CaptureOutcome::Failed { error, .. } = &rows[0].outcome else { panic!("{rows:?}") };
+        assert!(error.contains("manifest disagree") && error.contains("hidden_states"), "{error}");
+        let rows = server.capture(one(1), "mixsum").await.unwrap();
+        assert!(matches!(rows[0].outcome, CaptureOutcome::Captured(_)), "{rows:?}");
+        server.stop().await;
+    }
+    // Who compares on the host knows the manifest, and finds out.
+    let server = Running::on_host(source()).await;
+    let rows = server.capture(one(0), "xxh3").await.unwrap();
     assert!(matches!(rows[0].outcome, CaptureOutcome::Captured(_)), "{rows:?}");
     server.stop().await;
+}
+
+#[test]
+fn an_arena_is_where_its_trainers_can_read_it() {
+    let mut settings = Settings::new().or_default("arena", "1MiB").unwrap();
+    settings.set("receive", "host").unwrap();
+    let memory = Memory::take(&ServerConfig::from_settings(&settings).unwrap()).unwrap();
+    assert_eq!(memory.name, "shared");
+    assert!(memory.reason.contains("receive = host"), "no device was tried: {}", memory.reason);
 }
 
 #[test]

@@ -110,6 +110,12 @@ fn collect(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
     })
 }
 
+/// Whether the binary under test can receive on a device of this machine.
+pub(crate) fn has_device() -> bool {
+    let opened = || capture_arena::cuda::Device::open(capture_arena::cuda::driver().ok()?, 0).ok();
+    cfg!(feature = "cuda") && opened().is_some()
+}
+
 /// Runs the binary to its end.
 pub(crate) fn run(arguments: &[&str]) -> Ended {
     Process::start(featurestore(arguments)).end(STEP)

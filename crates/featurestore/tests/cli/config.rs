@@ -124,6 +124,9 @@ fn a_bad_value_is_found_before_anything_starts() {
         ("advertise = \"2001:db8::zz\"", "advertise"),
         ("allow = \"10.0.0.0/99\"", "allow"),
         ("transport = \"rmda\"", "transport"),
+        ("receive = \"cuda\"", "known: auto, host, device"),
+        ("transport = \"shm\"\nreceive = \"device\"", "choose the transport tcp"),
+        ("transport = \"nvlink\"\nreceive = \"host\"", "setting=receive"),
     ] {
         let (ok, _, error) = show(text, &[]);
         assert!(!ok, "{text}");
@@ -214,7 +217,7 @@ fn help_and_config_show_say_the_same() {
     for line in shown.lines() {
         let mut parts = line.split_whitespace();
         let (name, default) = (parts.next().expect("a name"), parts.next().expect("a value"));
-        if name == "strict" {
+        if ["strict", "receive"].contains(&name) {
             continue; // a trainer's
         }
         let meaning = line.rsplit("  ").next().expect("a column").trim();

@@ -48,6 +48,27 @@ fn servers_that_are_named_are_asked() {
 }
 
 #[test]
+fn what_receiving_on_a_device_takes_is_told() {
+    let server = Server::start(&["capture-server", "--arena", "1MiB", "--transport", "shm"]);
+    let control = server.address("control");
+    let (_, all) = findings(&["--server", &control, "--receive", "device"]);
+    let shm = transport(&all, "shm");
+    assert_eq!((&shm["available"], &shm["configured"]), (&true.into(), &false.into()), "{shm}");
+    assert!(shm["reason"].as_str().is_some_and(|why| why.contains("receive = device")), "{shm}");
+    let tcp = transport(&all, "tcp");
+    if crate::common::has_device() {
+        assert_eq!(all["chosen"], "tcp", "{all}");
+        return;
+    }
+    assert_eq!((&all["chosen"], &tcp["available"]), (&Value::Null, &false.into()), "{all}");
+    let problem = all["problem"].as_str().expect("it says why");
+    for part in ["tcp is not available", "setting=receive", "receive = host"] {
+        assert!(problem.contains(part), "{part}: {problem}");
+    }
+    assert!(!problem.contains("shm is not available"), "it is left out: {problem}");
+}
+
+#[test]
 fn only_strict_mode_fails_when_nothing_can_be_used() {
     for (arguments, code) in [
         (&["--transport", "store"][..], 0),

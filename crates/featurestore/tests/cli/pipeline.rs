@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::common::{Process, STEP, Server, featurestore, run};
+use crate::common::{Process, STEP, Server, featurestore, has_device, run};
 
 const REAL: [&str; 7] = ["pipeline", "--servers", "2", "--arena", "16MiB", "--seed", "42"];
 
@@ -88,6 +88,56 @@ fn samples_come_through_tcp_and_go() {
     assert_eq!(report["verified_bytes"], report["bytes"]);
     assert_eq!(report["host_payload_bytes"], report["bytes"], "each byte once: {report}");
     assert_eq!(report["views"], false);
+}
+
+#[test]
+fn samples_are_received_where_the_trainer_wants_them() {
+    let small = [&SMALL[..], &["--samples", "4", "--json"]].concat();
+    let host = report(&[&small[..], &["--receive", "host"]].concat());
+    check(&host, 4, 6 * 64 * 2 + 16);
+    assert_eq!((&host["transport"], &host["on_device"]), (&"shm".into(), &false.into()));
+    let reasons = host["transport_reasons"].as_array().expect("a list");
+    for scheme in ["nvlink_intra", "nvlink"] {
+        let found = reasons.iter().find(|found| found["scheme"] == scheme).expect("considered");
+        assert_eq!((&found["configured"], &found["suitable"]), (&false.into(), &false.into()));
+        assert!(found["reason"].as_str().is_some_and(|why| why.contains("receive = host")));
+    }
+    // A file that contradicts itself is put right by the flags, for all processes.
+    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+    let text = b"transport = \"nvlink_intra\"\nreceive = \"host\"\n";
+    std::io::Write::write_all(&mut file, text).expect("a writable file");
+    let path = file.path().to_str().expect("UTF-8");
+    let host = report(&[&small[..], &["--transport", "tcp", "--config", path]].concat());
+    assert_eq!((&host["transport"], &host["on_device"]), (&"tcp".into(), &false.into()));
+
+    for (flags, part) in [
+        (["--transport", "shm", "--receive", "device"], "choose the transport tcp"),
+        (["--transport", "mooncake", "--receive", "device"], "choose the transport tcp"),
+        (["--transport", "nvlink_intra", "--receive", "host"], "choose the transport shm or tcp"),
+    ] {
+        let ended = run(&[&small[..], &flags].concat());
+        assert_eq!(ended.status.code(), Some(1), "{flags:?}: {ended:?}");
+        for part in [part, "setting=receive"] {
+            assert!(ended.stderr.contains(part), "{flags:?}: {part}: {}", ended.stderr);
+        }
+        assert!(!ended.stderr.contains("pid"), "before anything is started: {}", ended.stderr);
+    }
+    for transport in ["tcp", "auto"] {
+        let ended = run(&[&small[..], &["--receive", "device", "--transport", transport]].concat());
+        if has_device() {
+            let report: Value = serde_json::from_str(&ended.stdout).expect("a report");
+            assert_eq!(report["on_device"], true, "{report}");
+            continue;
+        }
+        assert_eq!(ended.status.code(), Some(1), "never into other memory: {ended:?}");
+        let why = match cfg!(feature = "cuda") {
+            true => "this machine has no CUDA driver",
+            false => "build with --features cuda",
+        };
+        for part in [why, "setting=receive"] {
+            assert!(ended.stderr.contains(part), "{transport}: {part}: {}", ended.stderr);
+        }
+    }
 }
 
 #[test]

@@ -1,8 +1,16 @@
 //! What stands in for receiving on a GPU in builds without it.
 
+#[cfg(any(feature = "direct", feature = "store"))]
+use transport_core::ByteSize;
 use transport_core::{Error, ErrorKind, Result};
 #[cfg(feature = "direct")]
-use {transport_core::ByteSize, transport_mooncake_direct::DirectTransportBuilder};
+use transport_mooncake_direct::DirectTransportBuilder;
+#[cfg(feature = "store")]
+use {
+    mooncake_sys::{SegmentReader, StoreApi},
+    std::sync::Arc,
+    transport_mooncake_store::{StoreConfig, StoreTransport},
+};
 
 use crate::config::Config;
 
@@ -29,6 +37,17 @@ impl OnDevice {
         _: DirectTransportBuilder,
         _: ByteSize,
     ) -> Result<DirectTransportBuilder> {
+        match self {}
+    }
+
+    #[cfg(feature = "store")]
+    pub(super) fn start_store(
+        self,
+        _: Arc<dyn StoreApi>,
+        _: StoreConfig,
+        _: Option<Arc<dyn SegmentReader>>,
+        _: ByteSize,
+    ) -> Result<StoreTransport> {
         match self {}
     }
 }
