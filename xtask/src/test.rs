@@ -96,7 +96,11 @@ pub(crate) fn run_on_device(workspace: &Workspace) -> Result<()> {
         let step = format!("{member} on the device");
         session.heading(&step);
         let mut command = workspace.cargo();
-        command.args(["test", "--package", member, "--features", "cuda", "--test", target]);
+        let features = match has_mooncake && *member == "featurestore" {
+            true => "cuda,mooncake-python",
+            false => "cuda",
+        };
+        command.args(["test", "--package", member, "--features", features, "--test", target]);
         command.args(["--", "--ignored", "--test-threads=1", "--show-output"]);
         if !has_mooncake {
             command.args(["--skip", "mooncake_"]);

@@ -11,7 +11,7 @@
 //! |---|---|---|
 //! | `cli` | yes | the binary, and the modules that it is made of: `server`, `pipeline`, `input`, … |
 //! | `direct` | yes | reading a capture server's memory, by the engines `shm` and `tcp` |
-//! | `cuda` | no | arenas, pools and the engine of devices: transports `nvlink_intra` and `nvlink` |
+//! | `cuda` | no | arenas, pools and the engine of devices: transports `nvlink_intra` and `nvlink`, and `receive = device` |
 //! | `lifecycle` | yes | what becomes of samples: ledger, acknowledgement, ranks, producer, consumer, … |
 //! | `rollout` | yes | rollouts: ragged columns over the other transports |
 //! | `arrow` | no | rollouts of Arrow and Parquet files, and their rows as Arrow arrays |

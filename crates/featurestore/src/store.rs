@@ -53,10 +53,15 @@ impl FeatureStore {
     /// - [`PermissionDenied`], permanent: a server asks for another token; see [`Config::token`].
     /// - [`Protocol`], permanent: what answers is no control listener, such as a server's HTTP port.
     /// - [`Unsupported`], permanent: the transport that is asked for by name is not available or, in
-    ///   strict mode, the best one is not; or this build has none (feature `direct`).
-    /// - [`ConfigInvalid`], permanent: [`Config::pool`] is larger than the memory that is left.
+    ///   strict mode, the best one is not; or this build has none (feature `direct`), or none that
+    ///   receives where [`Config::receive`] says (feature `cuda`).
+    /// - [`ConfigInvalid`], permanent: [`Config::pool`] is larger than the memory that is left; or the
+    ///   transport cannot bring samples where [`Config::receive`] says.
+    /// - [`CapacityExceeded`], temporary: the GPU has no room for the pool, or the host locks no more
+    ///   memory.
     ///
     /// [`Busy`]: transport_core::ErrorKind::Busy
+    /// [`CapacityExceeded`]: transport_core::ErrorKind::CapacityExceeded
     /// [`ConfigInvalid`]: transport_core::ErrorKind::ConfigInvalid
     /// [`PeerGone`]: transport_core::ErrorKind::PeerGone
     /// [`PermissionDenied`]: transport_core::ErrorKind::PermissionDenied
@@ -76,7 +81,8 @@ impl FeatureStore {
         })
     }
 
-    /// Reads one sample: a view where the transport gives views, a copy in the pool elsewhere.
+    /// Reads one sample: a view where the transport gives views, a copy in the pool elsewhere, which
+    /// lies in host memory or on a GPU as [`Config::receive`] says.
     ///
     /// # Errors
     /// Those of [`Self::get_many`].

@@ -2,16 +2,15 @@
 //!
 //! `cargo test -p featurestore --features cuda --test gpu -- --ignored --test-threads=1`, or the
 //! executable that this builds, carried to a machine with a device and run with the same two options
-//! and with `FEATURESTORE_BIN` naming the command line beside it.
+//! and with `FEATURESTORE_BIN` naming the command line beside it. What is called `mooncake_` needs the
+//! feature `mooncake-python` too, and python3 with Mooncake's wheel, or its virtual environment in
+//! `FEATURESTORE_MOONCAKE_VENV`.
 
 #[path = "cli/common.rs"]
 #[allow(dead_code)]
 mod common;
 
-use std::{
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use capture_arena::{
     Backing, RegionPool,
@@ -105,6 +104,13 @@ fn the_kernels_make_and_sum_up_what_the_host_does() {
     }
 }
 
+/// Real captures, with their manifest.
+fn folder() -> String {
+    let built =
+        || concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture").to_owned();
+    std::env::var("FEATURESTORE_TEST_DATA").unwrap_or_else(|_| built())
+}
+
 fn report(arguments: &[&str]) -> Value {
     let small = ["pipeline", "--hidden", "512", "--taps", "5,19,33", "--arena", "64MiB"];
     let arguments = [&small[..], &["--quantum", "3", "--json"], arguments].concat();
@@ -141,15 +147,73 @@ fn the_main_job_runs_on_the_device() {
     }
 }
 
+/// Every byte came through the host of the trainer, once, and was compared on its device.
+fn check_staged(report: &Value, transport: &str) {
+    assert_eq!(report["transport"], transport, "{report}");
+    assert_eq!((&report["on_device"], &report["views"]), (&true.into(), &false.into()));
+    assert_eq!(report["verified_bytes"], report["bytes"], "{report}");
+    assert_eq!(report["mismatches"], 0);
+    assert_eq!(report["host_payload_bytes"], report["bytes"], "in the trainer: {report}");
+    let reasons = report["transport_reasons"].as_array().expect("a list");
+    let chosen = reasons.iter().find(|found| found["scheme"] == transport).expect("considered");
+    let reason = chosen["reason"].as_str().expect("text");
+    assert!(reason.contains("(device 0), through page-locked buffers"), "{reason}");
+    for server in report["servers"].as_array().expect("a list") {
+        assert_eq!(server["published_samples"], server["released_samples"], "{report}");
+        assert_eq!(server["arena_largest_free"], server["arena_bytes"], "{report}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device: cargo xtask test --gpu"]
+fn the_main_job_ends_on_the_device_over_tcp() {
+    // Tensors smaller than a buffer, and larger ones.
+    for hidden in ["512", "5120"] {
+        let arena = if hidden == "512" { "64MiB" } else { "2GiB" };
+        let size = ["--hidden", hidden, "--taps", "5,19,33", "--arena", arena, "--samples", "24"];
+        let over = ["pipeline", "--quantum", "3", "--json", "--transport", "tcp"];
+        let ended = run(&[&over[..], &size, &["--receive", "device"]].concat());
+        assert!(ended.status.success(), "{}", ended.stderr);
+        check_staged(&serde_json::from_str(&ended.stdout).expect("one object"), "tcp");
+    }
+    let folder = folder();
+    let over = ["--transport", "tcp", "--receive", "device"];
+    check_staged(&report(&[&over[..], &["--input", &folder]].concat()), "tcp");
+
+    // The probe's choice, where the servers' arenas are in host memory.
+    let server = Server::start(&["capture-server", "--arena=64MiB", "--transport=tcp"]);
+    let control = server.address("control");
+    let doctor = ["doctor", "--strict", "--receive", "device", "--server", &control];
+    let ended = run(&[&doctor[..], &["--transport", "auto"]].concat());
+    assert!(ended.status.success() && ended.stdout.contains("used: tcp"), "{}", ended.stdout);
+    server.process.signal(rustix::process::Signal::TERM);
+    assert!(server.process.end(STEP).status.success());
+}
+
+#[cfg(feature = "mooncake-python")]
+#[test]
+#[ignore = "needs a CUDA device and Mooncake: cargo xtask test --gpu"]
+fn mooncake_store_samples_end_on_the_device() {
+    let venv = std::env::var("FEATURESTORE_MOONCAKE_VENV").ok(); // not of its own, it is python3's
+    let venv = venv.map_or_else(Vec::new, |venv| vec![format!("--mooncake-venv={venv}")]);
+    let venv: Vec<&str> = venv.iter().map(String::as_str).collect();
+    let over = ["--samples", "24", "--transport", "store", "--mooncake", "managed"];
+    for reads in ["native", "mooncake"] {
+        let more = ["--receive", "device", "--mooncake-reads", reads];
+        let report = report(&[&over[..], &more, &venv].concat());
+        let reasons = report["transport_reasons"].to_string();
+        assert_eq!(report["transport"], "store", "{report}");
+        assert_eq!((&report["on_device"], &report["mismatches"]), (&true.into(), &0.into()));
+        assert_eq!(report["verified_bytes"], report["bytes"], "{report}");
+        assert!(reasons.contains("through page-locked buffers"), "{reasons}");
+        assert_eq!(report["host_payload_bytes"], report["bytes"], "in the trainer: {report}");
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA device: cargo xtask test --gpu"]
 fn real_captures_are_brought_to_the_device() {
-    let folder = std::env::var_os("FEATURESTORE_TEST_DATA").map_or_else(
-        || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture")),
-        PathBuf::from,
-    );
-    let folder = folder.to_str().expect("a plain path");
-    let report = report(&["--input", folder, "--transport", "nvlink_intra"]);
+    let report = report(&["--input", &folder(), "--transport", "nvlink_intra"]);
     check(&report, 1920 * 2 + 384 * 2 + 16); // all of it is in files
 }
 
@@ -167,13 +231,29 @@ fn what_does_not_work_says_why() {
     fails(&[&devices[..], &["--device", "63"]].concat(), &["sees no such device", "63"]);
     fails(&[&devices[..], &["--arena", "900GiB"]].concat(), &["choose an arena smaller than"]);
     fails(&[&devices[..], &["--pool", "900GiB"]].concat(), &["smaller pool"]);
+    let staged = ["pipeline", "--samples", "1", "--transport", "tcp", "--receive", "device"];
+    fails(
+        &[&staged[..], &["--device", "63"]].concat(),
+        &["sees no such device", "setting=receive"],
+    );
+    fails(&[&staged[..], &["--pool", "900GiB"]].concat(), &["smaller pool", "setting=pool"]);
     // Samples in device memory are read by nothing but a device.
     let server = Server::start(&["capture-server", "--arena=64MiB", "--transport=nvlink_intra"]);
     assert_eq!(server.ready["memory"], "device", "{}", server.ready);
     let control = server.address("control");
-    for (transport, code) in [("nvlink_intra", 0), ("auto", 0), ("tcp", 1), ("shm", 1)] {
-        let ended = run(&["doctor", "--strict", "--transport", transport, "--server", &control]);
-        assert_eq!(ended.status.code(), Some(code), "{transport}: {}", ended.stdout);
+    for (transport, receive, code) in [
+        ("nvlink_intra", "auto", 0),
+        ("nvlink_intra", "device", 0),
+        ("auto", "auto", 0),
+        ("auto", "device", 0),
+        ("auto", "host", 1),
+        ("tcp", "auto", 1),
+        ("tcp", "device", 1),
+        ("shm", "auto", 1),
+    ] {
+        let asked = ["--strict", "--transport", transport, "--receive", receive];
+        let ended = run(&[&["doctor", "--server", &control][..], &asked].concat());
+        assert_eq!(ended.status.code(), Some(code), "{transport}, {receive}: {}", ended.stdout);
     }
     server.process.signal(rustix::process::Signal::TERM);
     let ended = server.process.end(STEP);

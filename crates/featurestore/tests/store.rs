@@ -146,6 +146,28 @@ fn the_main_job_runs_over_a_store_that_is_there() {
     }
 }
 
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn what_receiving_from_the_store_on_a_device_lacks_is_said() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let arguments = [&SMALL[..], &["--samples", "4", "--json", "--receive", "device"]].concat();
+    let ended = Process::start(over_store(&arguments, "managed", folder.path())).end(JOB);
+    if common::has_device() {
+        let report: Value = serde_json::from_str(&ended.stdout).expect("one object");
+        check(&report, 4);
+        assert_eq!(report["on_device"], true, "{report}");
+        return;
+    }
+    assert_eq!(ended.status.code(), Some(1), "never into other memory: {ended:?}");
+    let why = match cfg!(feature = "cuda") {
+        true => "store is not available: load CUDA driver",
+        false => "build with --features cuda",
+    };
+    for part in [why, "setting=receive"] {
+        assert!(ended.stderr.contains(part), "{part}: {}", ended.stderr);
+    }
+}
+
 #[cfg(feature = "mooncake")]
 #[test]
 #[ignore = "needs a Mooncake venv and FEATURESTORE_STORE_LIBRARY_DIR, a directory with \

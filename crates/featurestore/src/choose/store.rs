@@ -87,6 +87,7 @@ pub(super) async fn connect(
 }
 
 /// Joins the store, with `segment` bytes of object memory and all of `pool` registered at once.
+#[cfg(any(feature = "cli", feature = "rollout"))]
 pub(crate) async fn start(
     config: MooncakeConfig,
     segment: u64,
