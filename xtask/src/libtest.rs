@@ -68,6 +68,15 @@ impl Tally {
         self.skipped.retain(|test| !earlier.skipped.contains(test));
     }
 
+    /// Takes out what is skipped for reasons that start so.
+    pub(crate) fn take_skipped(&mut self, start: &str) -> Vec<Skipped> {
+        let (taken, rest) = std::mem::take(&mut self.skipped)
+            .into_iter()
+            .partition(|skipped| skipped.why.starts_with(start));
+        self.skipped = rest;
+        taken
+    }
+
     /// Ignored tests whose reason is that they need `tool`: `needs TOOL; ...`.
     pub(crate) fn waiting_for(&self, tool: &str) -> Vec<Skipped> {
         let start = format!("needs {tool};");

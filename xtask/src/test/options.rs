@@ -27,6 +27,7 @@ impl Session<'_> {
         let step = "unit tests with optional features";
         let mut units = self.read(step, &mut command, TEST_LIMIT);
         units.forget_skipped(&self.tally); // those of a default build are run once more
+        let mut waiting = units.take_skipped(MOONCAKE);
         self.tally.add(units);
 
         let mut command = self.with_options();
@@ -36,13 +37,8 @@ impl Session<'_> {
         }
         let mut tally = self.read("tests with optional features", &mut command, TEST_LIMIT);
         tally.forget_skipped(&self.tally);
-        let (waiting, rest): (Vec<_>, Vec<_>) = tally
-            .skipped
-            .into_iter()
-            .partition(|skipped: &Skipped| skipped.why.starts_with(MOONCAKE));
-        let (on_device, rest): (Vec<_>, Vec<_>) =
-            rest.into_iter().partition(|skipped: &Skipped| skipped.why.starts_with(DEVICE));
-        tally.skipped = rest;
+        waiting.extend(tally.take_skipped(MOONCAKE));
+        let on_device = tally.take_skipped(DEVICE);
         if !on_device.is_empty() {
             let what = format!("{} tests on a CUDA device", on_device.len());
             self.skip(&what, "they are run by cargo xtask test --gpu");
@@ -76,7 +72,7 @@ impl Session<'_> {
         let step = "tests against a real Mooncake";
         self.heading(step);
         let mut command = self.with_options();
-        command.args(targets.iter().flat_map(|target| ["--test", target]));
+        command.arg("--lib").args(targets.iter().flat_map(|target| ["--test", target]));
         command.args(["--", "--ignored", "--exact"]).args(can_run.iter().map(Skipped::test));
         command.envs(mooncake.variables());
         // Mooncake logs every connection; its errors stay.

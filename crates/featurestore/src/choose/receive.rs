@@ -88,6 +88,8 @@ pub(super) fn pool_on(device: &Device, pool: ByteSize) -> Result<RegionPool> {
     RegionPool::new(Backing::device(device, &config).map_err(pool_too_large)?)
 }
 
+#[cfg(all(test, feature = "mooncake-python"))]
+mod over_store;
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
@@ -115,7 +117,7 @@ mod tests {
 
     const STATE: usize = (5 << 20) + 1000;
 
-    fn machine() -> Arc<ScriptedCuda> {
+    pub(super) fn machine() -> Arc<ScriptedCuda> {
         ScriptedCuda::new(Machine { devices: 2, ..Machine::default() })
     }
 
@@ -123,26 +125,25 @@ mod tests {
     fn publisher() -> (CaptureSink, Vec<Arc<Descriptor>>) {
         let arena = Arena::start(Backing::shared(32 << 20).unwrap(), ArenaConfig::default());
         let sink = CaptureSink::start(arena.unwrap(), SinkConfig::default()).unwrap();
-        let sample = |byte: u8| {
-            let id = SampleId::new(format!("s-{byte}")).unwrap();
-            let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
-            let tensors: IndexMap<_, _> = content(byte)
-                .into_iter()
-                .map(|(name, bytes)| {
-                    let meta = TensorMeta::new(Dtype::Uint8, [bytes.len() as u64]).unwrap();
-                    let tensor = Tensor::new(meta, RegionSlice::copy_of(&bytes)).unwrap();
-                    (FeatureName::new(name).unwrap(), tensor)
-                })
-                .collect();
-            Publication::new(key, tensors, Ready::Now)
-        };
-        let batch = vec![sample(1), sample(2)];
+        let batch = vec![publication(1), publication(2)];
         let described = sink.publish_blocking(batch, PublishOptions::default()).unwrap();
         (sink, described.into_iter().map(Arc::new).collect())
     }
 
+    pub(super) fn publication(byte: u8) -> Publication {
+        let id = SampleId::new(format!("s-{byte}")).unwrap();
+        let key = SampleKey::new(StoreId::new("run").unwrap(), id, Generation(1));
+        let tensor = |(name, bytes): (_, Vec<u8>)| {
+            let meta = TensorMeta::new(Dtype::Uint8, [bytes.len() as u64]).unwrap();
+            let tensor = Tensor::new(meta, RegionSlice::copy_of(&bytes)).unwrap();
+            (FeatureName::new(name).unwrap(), tensor)
+        };
+        let tensors: IndexMap<_, _> = content(byte).into_iter().map(tensor).collect();
+        Publication::new(key, tensors, Ready::Now)
+    }
+
     /// The tensors of a sample: larger than a buffer, smaller than one, and empty.
-    fn content(byte: u8) -> [(&'static str, Vec<u8>); 3] {
+    pub(super) fn content(byte: u8) -> [(&'static str, Vec<u8>); 3] {
         let state = (0..STATE).map(|i| (i as u8).wrapping_mul(31) ^ byte).collect();
         [("state", state), ("ids", vec![byte; 777]), ("none", Vec::new())]
     }
@@ -161,11 +162,11 @@ mod tests {
         choose::open_with(config, &servers, &ClientId::random(), device).await
     }
 
-    fn candidate<'a>(choice: &'a Choice, scheme: &str) -> &'a Candidate {
+    pub(super) fn candidate<'a>(choice: &'a Choice, scheme: &str) -> &'a Candidate {
         choice.candidates.iter().find(|candidate| candidate.scheme == scheme).unwrap()
     }
 
-    fn requests(samples: &[Arc<Descriptor>]) -> Vec<FetchRequest> {
+    pub(super) fn requests(samples: &[Arc<Descriptor>]) -> Vec<FetchRequest> {
         let request =
             |sample: &Arc<Descriptor>| FetchRequest::new(sample.clone(), Destination::Pool);
         samples.iter().map(request).collect()

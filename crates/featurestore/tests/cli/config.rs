@@ -195,6 +195,17 @@ fn a_protocol_that_mooncake_has_not_is_refused_with_those_that_it_has() {
 }
 
 #[test]
+fn rollouts_are_not_received_on_a_device() {
+    let mut command = featurestore(&["rollout", "put", "--payload", "text:1MiB", "--memory=8MiB"]);
+    command.env("FEATURESTORE_RECEIVE", "device").env("FEATURESTORE_TRANSPORT", "tcp");
+    let ended = Process::start(command).end(STEP);
+    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    for part in ["rollouts are read in host memory only", "setting=receive"] {
+        assert!(ended.stderr.contains(part), "{part}: {}", ended.stderr);
+    }
+}
+
+#[test]
 fn a_misspelt_variable_is_refused_with_the_nearest_name() {
     let (ok, _, error) = show("", &[("FEATURESTORE_LEESE", "5s")]);
     assert!(!ok);

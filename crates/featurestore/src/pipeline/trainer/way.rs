@@ -6,9 +6,9 @@ use crate::config::{Receive, TransportChoice};
 /// Samples that are read at a time through the host, ahead of the comparison.
 ///
 /// Into a device too: a sample goes on to it while the rest arrives, so that the wire is what is
-/// waited for, as it is by who receives in host memory. Four calls of at most four connections, each
-/// with a buffer that is filled and one that is sent on, also take all buffers that there are by
-/// default; more calls would wait for buffers.
+/// waited for, as it is by who receives in host memory. Over tcp, four calls of at most four
+/// connections, each with a buffer that is filled and one that is sent on, also take all buffers that
+/// there are by default; more calls would wait for buffers.
 const THROUGH_HOST: (usize, usize) = (4, 3);
 /// The same from device to device, and how few of them there are when more are begun. Servers may
 /// use the device too, and then each reading by itself would wait for its turn.
