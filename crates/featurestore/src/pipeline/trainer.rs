@@ -65,8 +65,9 @@ pub async fn run(config: Config, folder: PathBuf) -> Result<bool> {
     let (left, pipeline_left) = oneshot::channel::<()>();
     // A thread of its own: a blocked read must not keep the runtime from ending.
     std::thread::spawn(move || read_input(first, left));
+    let stands = Arc::new(Mutex::new(true)); // the folder
     let outcome = tokio::select! {
-        outcome = train(config, start) => Some(outcome),
+        outcome = train(config, start, stands.clone()) => Some(outcome),
         _ = pipeline_left => None,
     };
     let gone = || Error::new(ErrorKind::Closed, "train", "the pipeline is gone");
@@ -76,6 +77,8 @@ pub async fn run(config: Config, folder: PathBuf) -> Result<bool> {
         None => Err(gone()),
     };
     if told.is_err() {
+        let mut stands = stands.lock();
+        *stands = false;
         super::producer::remove(&folder);
     }
     match (outcome, told) {
@@ -85,7 +88,11 @@ pub async fn run(config: Config, folder: PathBuf) -> Result<bool> {
     }
 }
 
-async fn train(config: Config, start: oneshot::Receiver<Result<Start>>) -> Result<Totals> {
+async fn train(
+    config: Config,
+    start: oneshot::Receiver<Result<Start>>,
+    stands: Arc<Mutex<bool>>,
+) -> Result<Totals> {
     let ended = || Error::new(ErrorKind::Closed, "train", "the input ended before it began");
     let start = start.await.map_err(|_| ended())??;
     let peers = start.peers.iter().map(|p| p.parse()).collect::<Result<Vec<SessionName>>>()?;
@@ -104,7 +111,12 @@ async fn train(config: Config, start: oneshot::Receiver<Result<Start>>) -> Resul
         let (marks, runtime) = (marks.clone(), Handle::current());
         let (done, outcome) = oneshot::channel();
         let training = move || {
+            let stands = stands.lock(); // opening a channel makes its folder anew
+            if !*stands {
+                return;
+            }
             let training = Loop::start(start, samples, checker, deadline, way, marks, runtime);
+            drop(stands);
             let _ = done.send(training.and_then(Loop::run)); // nobody listens once the pipeline left
         };
         say(&Event::Ready {
