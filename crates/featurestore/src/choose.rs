@@ -118,6 +118,8 @@ pub(crate) struct Survey {
     /// The device on which is received what comes through the host.
     #[cfg_attr(not(any(feature = "direct", feature = "store")), expect(dead_code))]
     receiver: Option<OnDevice>,
+    /// Whether there is none where one is needed.
+    lacks_device: bool,
 }
 
 /// Chooses, and puts the transport together.
@@ -270,7 +272,8 @@ fn survey_with(
         silent: found.silent,
         #[cfg(feature = "direct")]
         reader,
-        receiver: receiver.and_then(Result::ok), // else it is said why no candidate has one
+        lacks_device: matches!(receiver, Some(Err(_))), // why, the candidates say
+        receiver: receiver.and_then(Result::ok),
     }
 }
 
@@ -345,15 +348,18 @@ pub(crate) fn decide(config: &Config, survey: Survey) -> Result<(Survey, Choice)
             why.map(|c| format!("{} is not available: {}", c.scheme, c.reason)).collect();
         let error = Error::new(ErrorKind::Unsupported, "choose transport", why.join("; "));
         return Err(match asked {
-            _ if config.receive == Receive::Device && !asked.is_of_devices() => error.remedy(
-                "to receive on a device this process needs a GPU and a build with --features cuda, \
-                 and samples in device memory the transport nvlink_intra; or receive in host \
-                 memory: receive = host",
+            _ if survey.lacks_device => error.remedy(
+                "give this process a GPU and a build with --features cuda, or receive in host memory: \
+                 receive = host",
             ),
             TransportChoice::Store | TransportChoice::Mooncake => error,
             TransportChoice::NvlinkIntra | TransportChoice::Nvlink => error.remedy(
                 "start the servers with the same transport, and give this process a GPU that \
                  reaches theirs",
+            ),
+            _ if config.receive == Receive::Device => error.remedy(
+                "to receive on a device, samples in host memory take the transport tcp, and those in \
+                 device memory nvlink_intra and a GPU that reaches theirs",
             ),
             _ => error.remedy(
                 "start the servers on this host as the same user for shm, or choose tcp; samples in \

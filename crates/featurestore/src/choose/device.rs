@@ -158,7 +158,10 @@ mod tests {
     };
 
     use super::*;
-    use crate::{choose, config::TransportChoice};
+    use crate::{
+        choose,
+        config::{Receive, TransportChoice},
+    };
 
     fn machine(machine: Machine) -> Arc<ScriptedCuda> {
         let cuda = ScriptedCuda::new(machine);
@@ -275,5 +278,9 @@ mod tests {
             };
             assert!(error.to_string().contains(part), "{asked}: {error}");
         }
+        let config = Config::default().transport(TransportChoice::Tcp).receive(Receive::Device);
+        let error = choose::choose(&config, &servers).unwrap_err().to_string();
+        assert!(error.contains("keeps its samples in device memory"), "{error}");
+        assert!(error.contains("nvlink_intra"), "what takes them: {error}");
     }
 }
