@@ -240,19 +240,19 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Bounded<'_, T> {
 
 /// Whether brackets outside strings nest deeper than `limit`. Does not check syntax.
 pub(crate) fn deeper_than(text: &str, limit: usize) -> bool {
-    let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
-    for byte in text.bytes() {
-        if in_string {
-            match byte {
-                _ if escaped => escaped = false,
-                b'\\' => escaped = true,
-                b'"' => in_string = false,
-                _ => {}
-            }
-            continue;
-        }
+    let (mut depth, mut rest) = (0usize, text.as_bytes());
+    while let Some((&byte, after)) = rest.split_first() {
+        rest = after;
         match byte {
-            b'"' => in_string = true,
+            // Most of a long line is in its strings: their insides are skipped in large steps.
+            b'"' => loop {
+                let Some(end) = memchr::memchr2(b'"', b'\\', rest) else { return false };
+                let escape = rest[end] == b'\\';
+                rest = rest.get(end + 1 + usize::from(escape)..).unwrap_or_default();
+                if !escape {
+                    break;
+                }
+            },
             b'[' | b'{' => {
                 depth += 1;
                 if depth > limit {
@@ -273,11 +273,15 @@ pub(crate) fn byte_position(text: &str, error: &serde_json::Error) -> usize {
     (before + error.column()).min(text.len())
 }
 
+/// Whether a text is written as it is between its quotes.
+pub(crate) fn needs_no_escape(text: &str) -> bool {
+    // Looks at all of it, whatever is found: a loop without an early end is several times as fast.
+    !text.bytes().fold(false, |any, b| any | (b < 0x20) | (b == b'"') | (b == b'\\'))
+}
+
 /// Appends a JSON string literal.
 pub(crate) fn write_string(out: &mut Vec<u8>, text: &str) {
-    // All of them, whatever is found: a loop without an early end is several times as fast.
-    let escapes = |any, b| any | (b < 0x20) | (b == b'"') | (b == b'\\');
-    if !text.bytes().fold(false, escapes) {
+    if needs_no_escape(text) {
         out.push(b'"');
         out.extend_from_slice(text.as_bytes());
         out.push(b'"');
@@ -365,6 +369,10 @@ mod tests {
         assert!(!deeper_than(r#"["[[[[\"[[",1]"#, 1));
         assert!(deeper_than("[[1]]", 1));
         assert!(!deeper_than("[[1],[2]]", 2));
+        assert!(deeper_than(r#"["a\\",[1]]"#, 1), "the string ends after its escape");
+        for cut in [r#"["["#, r#"["\"#, r#"["\"["#] {
+            assert!(!deeper_than(cut, 1), "{cut}");
+        }
     }
 
     #[test]

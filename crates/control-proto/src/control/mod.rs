@@ -15,6 +15,7 @@
 
 mod keys;
 mod lines;
+mod objects;
 mod request;
 mod response;
 mod write;
@@ -23,7 +24,8 @@ use transport_core::{Error, ErrorKind};
 
 pub use keys::{KeyList, Keys};
 pub use lines::{Budget, DecoderCounts, Fatal, LineDecoder, Refused, Share};
-pub use request::{Hello, Objects, Request};
+pub use objects::Objects;
+pub use request::{Hello, Request};
 pub use response::{ArenaInfo, Code, Response, ServerHello, ShmInfo};
 pub use write::{
     write_bye, write_free, write_free_samples, write_health, write_hello, write_hold,

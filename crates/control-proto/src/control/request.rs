@@ -1,17 +1,16 @@
 //! What clients send: lists of keys, and objects with an `op`.
 
-use std::{fmt, time::Duration};
+use std::time::Duration;
 
-use serde::{
-    Deserialize, Deserializer,
-    de::{IgnoredAny, SeqAccess, Visitor},
+use serde::de::IgnoredAny;
+use transport_core::{ClientId, Epoch, MapMark};
+
+use super::{
+    BadLine, KeyList, Limits, Objects, VERSION, bad_field, checked_text, lease_from_millis, utf8,
 };
-use transport_core::{ClientId, Epoch, MapMark, RemoteAddr, Sequence};
-
-use super::{BadLine, KeyList, Limits, VERSION, bad_field, checked_text, lease_from_millis, utf8};
 use crate::{
     Secret,
-    json::{ListFault, RawObject, Text, bounded_list, byte_position},
+    json::{RawObject, Text, byte_position},
 };
 
 /// One line of a client.
@@ -163,88 +162,9 @@ impl Hello {
     }
 }
 
-/// The objects of a `hold`, `free` or `unhold` line, in order; at most [`Limits::keys_per_line`].
-///
-/// Each is `["key",SEQ]`, or `["key",SEQ,ADDRESS,BYTES]` where the sender says where it believes
-/// the object to lie.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Objects<'a>(Vec<Object<'a>>);
-
-#[derive(Clone, PartialEq, Eq)]
-struct Object<'a> {
-    key: Text<'a>,
-    seq: Option<Sequence>,
-    range: Option<(RemoteAddr, u64)>,
-}
-
-impl<'de: 'a, 'a> Deserialize<'de> for Object<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Parts;
-        impl<'de> Visitor<'de> for Parts {
-            type Value = Object<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a key, a sequence number, and perhaps an address and a length")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Object<'de>, A::Error> {
-                let short = |n| serde::de::Error::invalid_length(n, &self);
-                let key = seq.next_element()?.ok_or_else(|| short(0))?;
-                let life = seq.next_element()?.ok_or_else(|| short(1))?;
-                let range = match seq.next_element::<RemoteAddr>()? {
-                    Some(at) => Some((at, seq.next_element()?.ok_or_else(|| short(3))?)),
-                    None => None,
-                };
-                Ok(Object { key, seq: life, range })
-            }
-        }
-        deserializer.deserialize_seq(Parts)
-    }
-}
-
-impl<'a> Objects<'a> {
-    /// Number of objects in a line that every server with default limits takes, whatever the keys.
-    pub const PER_LINE: usize = 256;
-
-    fn parse(object: &RawObject<'a>, limits: &Limits) -> Result<Self, BadLine> {
-        let list = object.get("objects").ok_or(bad_field("objects"))?;
-        let limit = limits.keys_per_line;
-        bounded_list(list, limit).map(Self).map_err(|fault| match fault {
-            ListFault::TooMany => BadLine::TooManyKeys { limit },
-            ListFault::Type(_) | ListFault::Syntax { .. } => bad_field("objects"),
-        })
-    }
-
-    /// Number of objects.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there are no objects.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Key of each object, and the life that is meant: the current one, whichever it is, if `None`.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, Option<Sequence>)> + '_ {
-        self.0.iter().map(|Object { key: Text(key), seq, .. }| (&**key, *seq))
-    }
-
-    /// First address and length of each object, in the same order, where the sender says so.
-    pub fn ranges(&self) -> impl ExactSizeIterator<Item = Option<(RemoteAddr, u64)>> + '_ {
-        self.0.iter().map(|object| object.range)
-    }
-}
-
-impl fmt::Debug for Objects<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.iter()).finish()
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use transport_core::Error;
+    use transport_core::{Error, RemoteAddr, Sequence};
 
     use super::{super::write_hold_at, *};
 

@@ -4,10 +4,7 @@ use std::time::Duration;
 
 use transport_core::{Descriptor, Epoch, Error, ErrorKind, RemoteAddr, Result, Sequence};
 
-use super::{
-    Limits,
-    request::{Hello, Objects},
-};
+use super::{Hello, Limits, Objects};
 use crate::json::{write_number, write_string};
 
 /// Length at which [`write_keys`] starts a new line. Short lines are read without a copy and are
