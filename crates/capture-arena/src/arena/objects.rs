@@ -272,9 +272,16 @@ impl ObjectList {
 
 impl<K: AsRef<str>> FromIterator<(K, Option<Sequence>)> for ObjectList {
     fn from_iter<I: IntoIterator<Item = (K, Option<Sequence>)>>(objects: I) -> Self {
+        let objects = objects.into_iter();
         let mut list = Self::new();
+        let (count, _) = objects.size_hint();
+        list.entries.reserve(count);
         for (key, seq) in objects {
-            list.push(key.as_ref(), seq);
+            let key = key.as_ref();
+            if list.is_empty() {
+                list.text.reserve(key.len().saturating_mul(count)); // most are about as long
+            }
+            list.push(key, seq);
         }
         list
     }

@@ -1,6 +1,7 @@
 //! A trainer's connection to one capture server.
 
 use std::{
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -68,13 +69,13 @@ impl ControlOptions {
     }
 }
 
-/// One persistent connection to one server, and the thread that owns it.
+/// One persistent connection to one server, and the thread that looks after it.
 ///
 /// It connects at the first use, greets, pings while idle, and reconnects as the same client; frees
 /// are kept until they are answered and sent again after a reconnect.
-#[derive(Debug)]
 pub struct ControlClient {
     shared: Arc<Shared>,
+    worker: Arc<Mutex<Worker>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -155,12 +156,13 @@ impl ControlClient {
             protocol_errors: AtomicU64::new(0),
             last_error: Mutex::default(),
         });
-        let worker = Worker::new(shared.clone());
+        let worker = Arc::new(Mutex::new(Worker::new(shared.clone())));
+        let running = worker.clone();
         let thread = std::thread::Builder::new()
             .name("fs-control-cli".into())
-            .spawn(move || worker.run())
+            .spawn(move || Worker::run(&running))
             .map_err(|e| Error::io("start control client", e))?;
-        Ok(Self { shared, thread: Mutex::new(Some(thread)) })
+        Ok(Self { shared, worker, thread: Mutex::new(Some(thread)) })
     }
 
     /// The server that it talks to.
@@ -353,12 +355,23 @@ impl ControlClient {
 
     fn send(&self, items: impl IntoIterator<Item = Item>) {
         self.shared.inbox.lock().extend(items);
-        self.shared.waker.wake();
+        // Written here, it is on its way sooner than the thread is awake. Whoever writes takes what
+        // came before along, so nothing overtakes anything.
+        let done = self.worker.try_lock().is_some_and(|mut worker| worker.write_at_once());
+        if !done {
+            self.shared.waker.wake();
+        }
     }
 
     fn wrong_answer(&self) -> Error {
         Error::new(ErrorKind::Protocol, "control", "the answer is to another question")
             .with("peer", &self.shared.server)
+    }
+}
+
+impl fmt::Debug for ControlClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ControlClient").field("shared", &self.shared).finish_non_exhaustive()
     }
 }
 

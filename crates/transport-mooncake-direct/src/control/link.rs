@@ -1,10 +1,6 @@
 //! One connection to a server, as the client sees it: bytes out, lines in.
 
-use std::{
-    net::TcpStream,
-    os::fd::{AsFd, BorrowedFd},
-    time::Instant,
-};
+use std::{net::TcpStream, sync::Arc, time::Instant};
 
 use control_proto::control::{Budget, Limits, LineDecoder};
 use rustix::{
@@ -16,7 +12,7 @@ use transport_core::{Error, ErrorKind, Result};
 /// An open connection that never blocks.
 #[derive(Debug)]
 pub(super) struct Link {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
     decoder: LineDecoder,
     out: Vec<u8>,
     sent: usize,
@@ -31,13 +27,18 @@ impl Link {
             .connect()
             .map_err(|e| Error::new(ErrorKind::Busy, "connect", e.to_string()))?;
         Ok(Self {
-            stream,
+            stream: Arc::new(stream),
             decoder,
             out: Vec::new(),
             sent: 0,
             buffer: vec![0; 64 << 10],
             heard: Instant::now(),
         })
+    }
+
+    /// The socket, to wait for it.
+    pub(super) fn stream(&self) -> Arc<TcpStream> {
+        self.stream.clone()
     }
 
     /// Where lines to send are appended.
@@ -105,11 +106,5 @@ impl Link {
                 return Ok(());
             }
         }
-    }
-}
-
-impl AsFd for Link {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
     }
 }

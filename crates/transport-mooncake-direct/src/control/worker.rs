@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    net::TcpStream,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -9,6 +10,7 @@ use std::{
 use control_proto::control::{
     Code, Hello, Response, ServerHello, write_bye, write_hello, write_ping,
 };
+use parking_lot::Mutex;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
@@ -25,6 +27,10 @@ use crate::net::connect;
 
 /// Lines that may be unanswered.
 const WINDOW: usize = 64;
+/// Lines that a caller writes itself; the thread, which it has to wake up, writes the others meanwhile.
+const AT_ONCE: usize = 1;
+/// Unsent bytes that are sent before more is written, so that the server begins with them.
+const SEND_AT: usize = 8 << 10;
 /// Unsent bytes at which no more lines are written.
 const MAX_UNSENT: usize = 1 << 20;
 /// How long, and how many bytes of, one-way frees are kept to be sent again.
@@ -43,6 +49,10 @@ enum Mode {
     OneWay,
 }
 
+/// The connection and what is said on it.
+///
+/// The thread that runs it connects, reads and looks at clocks; callers only write, and only to a
+/// connection that stands.
 pub(super) struct Worker {
     shared: Arc<Shared>,
     queue: VecDeque<Item>,
@@ -76,22 +86,41 @@ impl Worker {
         }
     }
 
-    pub(super) fn run(mut self) {
+    pub(super) fn run(worker: &Mutex<Self>) {
         loop {
-            self.queue.extend(std::mem::take(&mut *self.shared.inbox.lock()));
-            self.given_up &= self.queue.is_empty();
-            if self.shared.closing.load(Ordering::Relaxed) {
-                let idle = self.queue.is_empty() && self.sent.is_empty();
-                if idle || self.shared.abandon.load(Ordering::Relaxed) {
-                    break;
+            let mut this = worker.lock();
+            this.take_items();
+            if this.shared.closing.load(Ordering::Relaxed) {
+                let idle = this.queue.is_empty() && this.sent.is_empty();
+                if idle || this.shared.abandon.load(Ordering::Relaxed) {
+                    return this.finish();
                 }
             }
-            if let Err(error) = self.advance() {
-                self.link_failed(&error);
+            if let Err(error) = this.advance() {
+                this.link_failed(&error);
             }
-            self.wait();
+            let (wait, shared) = (this.wait(), this.shared.clone());
+            drop(this); // callers write while the thread sleeps
+            wait.sleep(&shared);
         }
-        self.finish();
+    }
+
+    /// Writes what the callers have brought, as far as the connection takes it at once; false if there
+    /// is more to do, which is for the thread.
+    pub(super) fn write_at_once(&mut self) -> bool {
+        if !matches!(self.link, Some((_, Mode::Extended(_)))) {
+            return false;
+        }
+        self.take_items();
+        // The thread finds a broken connection broken too.
+        let written = self.write(AT_ONCE).is_ok();
+        let unsent = self.link.as_ref().map_or(0, |(link, _)| link.unsent());
+        written && unsent == 0 && self.queue.is_empty()
+    }
+
+    fn take_items(&mut self) {
+        self.queue.extend(std::mem::take(&mut *self.shared.inbox.lock()));
+        self.given_up &= self.queue.is_empty();
     }
 
     /// Connects, writes and reads, as far as that goes without waiting for the server.
@@ -105,7 +134,7 @@ impl Worker {
         }
         self.read()?;
         self.check_clocks()?;
-        self.write()
+        self.write(WINDOW)
     }
 
     /// Whether a connection is kept up for the sake of claims.
@@ -351,11 +380,17 @@ impl Worker {
         }
     }
 
-    /// Writes what waits, within the window.
-    fn write(&mut self) -> Result<()> {
+    /// Writes what waits, within the window, at most so many lines.
+    fn write(&mut self, most: usize) -> Result<()> {
         let Some((link, mode)) = &mut self.link else { return Ok(()) };
         let limits = self.shared.options.limits;
-        while self.sent.len() < WINDOW && link.unsent() < MAX_UNSENT {
+        for _ in 0..most {
+            if link.unsent() >= SEND_AT {
+                link.flush().map_err(|e| Error::io("control", e.into()))?;
+            }
+            if self.sent.len() >= WINDOW || link.unsent() >= MAX_UNSENT {
+                break;
+            }
             let Some(item) = self.queue.front() else { break };
             match mode {
                 Mode::Greeting { .. } => break,
@@ -456,8 +491,8 @@ impl Worker {
         }
     }
 
-    /// Sleeps until the server or the owner has something to say, or a clock runs out.
-    fn wait(&mut self) {
+    /// How long there is nothing to do, unless the server or a caller has something to say.
+    fn wait(&self) -> Wait {
         let now = Instant::now();
         let mut until = now + Duration::from_secs(60);
         let busy = !self.queue.is_empty() || !self.sent.is_empty();
@@ -477,16 +512,46 @@ impl Worker {
             }
             Some((_, Mode::OneWay)) => {}
         }
-        let left = until.saturating_duration_since(now).max(Duration::from_millis(1));
-        let timeout =
-            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-        let waker = PollFd::new(&self.shared.waker, PollFlags::IN);
-        let polled = match &self.link {
+        Wait {
+            at_most: until.saturating_duration_since(now).max(Duration::from_millis(1)),
+            stream: self.link.as_ref().map(|(link, _)| link.stream()),
+            unsent: self.link.as_ref().is_some_and(|(link, _)| link.unsent() > 0),
+        }
+    }
+
+    fn finish(&mut self) {
+        if let Some((link, Mode::Extended(_))) = &mut self.link {
+            write_bye(link.out());
+            let _ = link.flush(); // a server that is gone needs no goodbye
+        }
+        self.link = None; // nobody writes after the goodbye
+        self.take_items();
+        self.give_everything_up(closed);
+        *self.shared.standing.lock() = None;
+    }
+}
+
+/// What the thread waits for.
+struct Wait {
+    at_most: Duration,
+    stream: Option<Arc<TcpStream>>,
+    unsent: bool,
+}
+
+impl Wait {
+    /// Sleeps until the server or a caller has something to say, or the time is over.
+    fn sleep(self, shared: &Shared) {
+        let timeout = Timespec {
+            tv_sec: self.at_most.as_secs() as i64,
+            tv_nsec: i64::from(self.at_most.subsec_nanos()),
+        };
+        let waker = PollFd::new(&shared.waker, PollFlags::IN);
+        let polled = match &self.stream {
             None => poll(&mut [waker], Some(&timeout)),
-            Some((link, _)) => {
+            Some(stream) => {
                 let mut flags = PollFlags::IN;
-                flags.set(PollFlags::OUT, link.unsent() > 0);
-                poll(&mut [waker, PollFd::new(link, flags)], Some(&timeout))
+                flags.set(PollFlags::OUT, self.unsent);
+                poll(&mut [waker, PollFd::new(stream, flags)], Some(&timeout))
             }
         };
         if let Err(error) = polled
@@ -495,16 +560,6 @@ impl Worker {
             tracing::error!(%error, "a control client cannot wait any more");
             std::thread::sleep(Duration::from_millis(10));
         }
-        self.shared.waker.reset();
-    }
-
-    fn finish(&mut self) {
-        if let Some((link, Mode::Extended(_))) = &mut self.link {
-            write_bye(link.out());
-            let _ = link.flush(); // a server that is gone needs no goodbye
-        }
-        self.queue.extend(std::mem::take(&mut *self.shared.inbox.lock()));
-        self.give_everything_up(closed);
-        *self.shared.standing.lock() = None;
+        shared.waker.reset();
     }
 }
