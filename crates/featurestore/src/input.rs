@@ -123,8 +123,9 @@ impl Sample {
         let mut head = vec![0; header_bytes as usize];
         file.read_exact(&mut head).map_err(io)?;
         let header: safetensors::tensor::Metadata = serde_json::from_slice(&head)
-            .map_err(|e| corrupt("not a safetensors header").source(e))?;
+            .map_err(|e| corrupt("not a safetensors header").with("reason", &e).source(e))?;
         let start = 8 + header_bytes;
+        let mut covered = start; // the header was refused if there is a hole between tensors
         let mut tensors = IndexMap::new();
         for name in header.offset_keys() {
             let info = header.info(&name).expect("a name that the header lists");
@@ -133,11 +134,21 @@ impl Sample {
                 TensorMeta::new(dtype(info.dtype).map_err(|e| e.with("tensor", &name))?, shape)?;
             let (from, to) = info.data_offsets;
             let fits = to.checked_sub(from).is_some_and(|n| n as u64 == meta.nbytes());
-            if !fits || (to as u64).checked_add(start).is_none_or(|end| end > file_bytes) {
-                return Err(corrupt("a tensor does not fit the file").with("tensor", &name));
-            }
+            let end = (to as u64).checked_add(start).filter(|&end| fits && end <= file_bytes);
+            covered = end.ok_or_else(|| {
+                corrupt("a tensor does not fit the file")
+                    .with("tensor", &name)
+                    .with("tensor_ends_at", start.saturating_add(to as u64))
+                    .with("file_bytes", file_bytes)
+            })?;
             let stored = Stored { meta, offset: start + from as u64, sha256: None };
             tensors.insert(FeatureName::new(&name)?, stored);
+        }
+        if covered < file_bytes {
+            return Err(corrupt("there are bytes behind the tensors")
+                .with("tensors_end_at", covered)
+                .with("file_bytes", file_bytes)
+                .remedy("write the file anew: a safetensors file ends with its last tensor"));
         }
         Ok(Self { path, tensors })
     }
@@ -295,6 +306,48 @@ mod tests {
             std::fs::copy(format!("{real}/minilm-0000.safetensors"), to).unwrap();
         }
         folder
+    }
+
+    /// A safetensors file with these tensors of bytes, at these places behind the header.
+    fn file_of(tensors: &[(&str, usize, usize)], content: usize) -> Vec<u8> {
+        let entry = |&(name, from, to): &(&str, usize, usize)| {
+            let bytes = to - from;
+            format!(r#""{name}":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[{from},{to}]}}"#)
+        };
+        let header = format!("{{{}}}", tensors.iter().map(entry).collect::<Vec<_>>().join(","));
+        let mut file = (header.len() as u64).to_le_bytes().to_vec();
+        file.extend(header.as_bytes());
+        file.resize(file.len() + content, 7);
+        file
+    }
+
+    #[test]
+    fn files_that_their_tensors_do_not_cover_exactly_are_refused_with_the_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("odd.safetensors");
+        let whole = file_of(&[("a", 0, 4), ("b", 4, 6)], 6);
+        std::fs::write(&path, &whole).unwrap();
+        Folder::open(folder.path()).unwrap();
+        let (end, behind) = (whole.len(), whole.len() + 3);
+        let counts = |why: &str, ends: usize, file: usize| {
+            vec![why.to_owned(), format!("end_at={ends}"), format!("file_bytes={file}")]
+        };
+        let cut = vec!["does not fit the file".into(), format!("file_bytes={}", end - 1)];
+        for (bytes, says) in [
+            (file_of(&[("a", 0, 4), ("b", 4, 6)], 9), counts("bytes behind", end, behind)),
+            (file_of(&[], 1), counts("bytes behind", 10, 11)),
+            (whole[..end - 1].to_vec(), cut),
+            (file_of(&[("a", 0, 4), ("b", 5, 7)], 7), vec!["`b`".into()]), // a hole
+            (file_of(&[("a", 1, 4)], 4), vec!["`a`".into()]),
+            (file_of(&[("a", 0, 4), ("b", 3, 6)], 6), vec!["`b`".into()]), // an overlap
+        ] {
+            std::fs::write(&path, bytes).unwrap();
+            let error = Folder::open(folder.path()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+            let error = error.to_string();
+            assert!(error.contains("odd.safetensors"), "{error}");
+            assert!(says.iter().all(|part| error.contains(part)), "{says:?}: {error}");
+        }
     }
 
     #[test]

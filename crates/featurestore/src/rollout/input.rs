@@ -201,6 +201,8 @@ fn read_file(path: &Path) -> Result<Row> {
     let tensors = safetensors::SafeTensors::deserialize(&content).map_err(|e| {
         Error::new(ErrorKind::Corrupt, OPERATION, "not a safetensors file")
             .with("file", path.display())
+            .with("bytes", bytes)
+            .with("reason", &e)
             .source(e)
     })?;
     let mut row = Row::new();
