@@ -40,9 +40,20 @@ struct Files {
 }
 
 impl Files {
+    /// Makes the folder if it is not there, but none above it: a path that is mistyped, or whose
+    /// disk is not mounted, would become another channel than that of the peers.
     fn open(folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder)
-            .map_err(|e| Error::io("open channel", e).with("folder", folder.display()))?;
+        let fail = |e| Error::io("open channel", e).with("folder", folder.display());
+        match fs::create_dir(folder) {
+            Err(_) if folder.is_dir() => {}
+            Err(e) if e.kind() == Io::NotFound => {
+                return Err(fail(e).remedy(
+                    "correct the path, or make the folder that it is to be in: only the last one of \
+                     a path is made",
+                ));
+            }
+            made => made.map_err(fail)?,
+        }
         Ok(Self { refs: folder.join("refs.jsonl") })
     }
 

@@ -194,3 +194,24 @@ fn d19_settling_is_absolute_whoever_repeats_it_and_looking_takes_nothing() {
     assert_eq!((reader.settled(), writer.settled().unwrap()), (2, 2), "it never goes back");
     assert_eq!(ids(&reader.poll(9).unwrap()), ["c"], "and nothing was lost on the way");
 }
+
+/// A path that is mistyped must not become a channel that no peer looks into.
+#[test]
+fn one_folder_is_made_and_no_path_to_it() {
+    let parent = tempfile::tempdir().unwrap();
+    let deep = parent.path().join("mistyped/channel");
+    for error in [RefReader::open(&deep).unwrap_err(), RefWriter::open(&deep).unwrap_err()] {
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        assert!(error.context("folder").is_some_and(|it| it.ends_with("mistyped/channel")));
+        assert!(error.to_string().contains("correct the path"), "{error}");
+    }
+    assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0, "nothing is left behind");
+    let channel = parent.path().join("channel");
+    for _ in 0..2 {
+        RefReader::open(&channel).unwrap();
+    }
+    std::os::unix::fs::symlink(&channel, parent.path().join("link")).unwrap();
+    RefReader::open(&parent.path().join("link")).unwrap();
+    std::fs::write(parent.path().join("file"), "").unwrap();
+    assert!(RefReader::open(&parent.path().join("file")).is_err());
+}
