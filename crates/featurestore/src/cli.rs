@@ -205,6 +205,9 @@ struct ServerArgs {
     /// End when standard input ends, so that the server never outlives who started it.
     #[arg(long)]
     exit_with_parent: bool,
+    /// Folder of the run whose pipeline starts the server, removed at the end if the run is gone.
+    #[arg(long, hide = true, value_name = "DIR", requires = "exit_with_parent")]
+    run_folder: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
 }
@@ -323,6 +326,7 @@ fn trainer(file: Option<&std::path::Path>, folder: PathBuf) -> Result<ExitCode> 
 }
 
 fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
+    let starter = std::os::unix::process::parent_id();
     let mut problems = Problems::default();
     let settings = layered(args.config.as_deref()).and_then(|file| args.flags.over(file));
     if !args.exit_with_parent
@@ -352,6 +356,9 @@ fn capture_server(args: &ServerArgs) -> Result<ExitCode> {
         say(ready)?;
         server.serve(end).await
     });
+    if let Some(folder) = &args.run_folder {
+        pipeline::remove_abandoned(folder, starter);
+    }
     // A fill that hangs, as on a dead file system, must not keep the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
     served.map(|()| ExitCode::SUCCESS)

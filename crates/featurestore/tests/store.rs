@@ -432,6 +432,20 @@ fn a_store_that_is_not_there_is_named_at_once() {
     }
 }
 
+/// The log of a managed master is the first thing that goes there.
+#[test]
+#[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
+fn a_temporary_folder_that_is_not_there_is_named_before_a_master_is_started() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let missing = folder.path().join("missing");
+    let arguments = ["pipeline", "--samples", "1", "--max-length", "64"];
+    let ended = Process::start(over_store(&arguments, "managed", &missing)).end(STEP);
+    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    let named = format!("(folder={}, variable=TMPDIR); let TMPDIR name", missing.display());
+    let line = ended.stderr.lines().last().expect("an error");
+    assert!(line.contains(&named) && !line.contains("mooncake_master"), "{line}");
+}
+
 #[test]
 #[ignore = "needs a Mooncake venv: cargo xtask mooncake-venv"]
 fn the_main_job_runs_through_mooncakes_own_engine() {

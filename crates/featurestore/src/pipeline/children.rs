@@ -16,9 +16,9 @@ use transport_core::{ClientId, Error, ErrorKind, Result};
 
 use super::{
     Options,
+    folder::ControlFolder,
     messages::{Event, Start},
     plan::Plan,
-    producer::ControlFolder,
     report::ServerReport,
 };
 use crate::{
@@ -131,6 +131,7 @@ impl Server {
         index: usize,
         pool: u64,
         plan: &Plan,
+        folder: &ControlFolder,
     ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // Memory that the run needs anyway is taken before it begins, as registering it would.
@@ -141,7 +142,7 @@ impl Server {
         let gib = if fills_arenas { arenas >> 30 } else { 0 }; // side by side
         let bound = START + START_PER_GIB * u32::try_from(gib).unwrap_or(u32::MAX).min(900);
         let mut command = command(options, mooncake, "capture-server")?;
-        command.arg("--exit-with-parent");
+        command.arg("--exit-with-parent").arg("--run-folder").arg(folder.path());
         let mut flags = vec![
             ("--arena", options.arena.to_string()),
             ("--fill-threads", (cores / options.servers).max(1).to_string()),
@@ -278,7 +279,7 @@ impl Trainer {
         options: &Options,
         mooncake: &MooncakeConfig,
         start: &Start,
-        folder: &ControlFolder,
+        folder: &mut ControlFolder,
     ) -> Result<Self> {
         let mut child = command(options, mooncake, "trainer")?
             .arg("--folder")
@@ -289,7 +290,7 @@ impl Trainer {
             )
             .spawn()
             .map_err(|e| Error::io("start trainer", e))?;
-        folder.make()?; // who is to remove it runs
+        folder.make()?; // those run who are to remove it
         let name = format!("the trainer (pid {})", child.id().unwrap_or(0));
         let mut stdin = child.stdin.take().expect("piped");
         let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());

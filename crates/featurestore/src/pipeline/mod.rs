@@ -7,6 +7,7 @@
 
 mod blame;
 mod children;
+mod folder;
 #[cfg_attr(not(feature = "store"), path = "master/absent.rs")]
 mod master;
 mod messages;
@@ -26,6 +27,7 @@ use std::{
 use control_proto::Secret;
 use transport_core::{ByteSize, Error, ErrorKind, Result};
 
+pub use folder::remove_abandoned;
 pub use preset::{Preset, Style};
 pub use report::{LedgerReport, MooncakeReport, PeakRss, Report, ServerReport, TrainerWait};
 
@@ -36,10 +38,10 @@ use crate::{
     workload::{self, Model},
 };
 use children::{Server, Trainer};
+use folder::ControlFolder;
 use master::Store;
 use messages::Start;
 use plan::Plan;
-use producer::ControlFolder;
 use progress::Progress;
 
 /// What the main job moves, and how.
@@ -181,6 +183,8 @@ async fn job(options: &Options) -> Result<Report> {
     if let Some(path) = &options.ledger {
         check_ledger(path, plan.run_id()).map_err(|e| e.with("ledger", path.display()))?;
     }
+    folder::temporary()?; // before what needs it says so in other words
+    folder::sweep();
     let store = Store::of(options).await?;
     let outcome = tokio::select! {
         outcome = job_over(options, plan, &store) => outcome,
@@ -245,8 +249,9 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     };
 
     let mut servers = Vec::new();
+    let mut folder = ControlFolder::new()?;
     for index in 0..options.servers {
-        servers.push(Server::start(options, &store.config, index, pool_of(4), &plan)?);
+        servers.push(Server::start(options, &store.config, index, pool_of(4), &plan, &folder)?);
     }
     for server in &mut servers {
         server.ready().await?; // they get ready side by side
@@ -267,7 +272,6 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     }
     // From device to device more are read together; see the trainer.
     let pool = pool_of(if are_on_device { 8 } else { 4 });
-    let folder = ControlFolder::new();
     let absolute =
         |path: &PathBuf| std::path::absolute(path).map_err(|e| Error::io("find file", e));
     let ledger = match &options.ledger {
@@ -287,7 +291,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         input: options.input.as_ref().map(absolute).transpose()?,
     };
     let started = tokio::select! {
-        started = Trainer::start(options, &store.config, &start, &folder) => started,
+        started = Trainer::start(options, &store.config, &start, &mut folder) => started,
         dead = blame::any_death(&mut servers) => return Err(dead),
     };
     let trainer = match started {
@@ -304,6 +308,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         reports.push(server.health().await?);
     }
     let mooncake = store.report().await?; // while the servers' memory is in the store
+    drop(folder); // before the servers end, which look whether it is left
     for server in servers {
         server.stop().await?;
     }

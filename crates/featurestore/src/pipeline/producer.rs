@@ -1,7 +1,7 @@
 //! The pipeline's producer: the library's, with what a run needs around it.
 
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -318,48 +318,6 @@ impl Transport for Elsewhere {
 
     async fn close(&self) -> Result<()> {
         Ok(())
-    }
-}
-
-/// Folder of a run's channel and, unless it is wanted elsewhere, of its ledger. It goes with this.
-#[derive(Debug)]
-pub(super) struct ControlFolder(PathBuf);
-
-impl ControlFolder {
-    /// Names a folder that is not there yet.
-    pub(super) fn new() -> Self {
-        Self(std::env::temp_dir().join(format!("featurestore-run-{}", ClientId::random())))
-    }
-
-    /// Makes the folder, which only this user can look into. From before this call on, somebody has
-    /// to know of it who removes it if this process is killed: the trainer.
-    pub(super) fn make(&self) -> Result<()> {
-        use std::os::unix::fs::DirBuilderExt;
-        let made = std::fs::DirBuilder::new().mode(0o700).create(&self.0);
-        made.map_err(|e| Error::io("make run's folder", e).with("folder", self.0.display()))
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for ControlFolder {
-    fn drop(&mut self) {
-        remove(&self.0);
-    }
-}
-
-/// Removes a run's folder.
-pub(super) fn remove(folder: &Path) {
-    // A trainer that is ending may still write there: then once more.
-    for _ in 0..20 {
-        match std::fs::remove_dir_all(folder) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            _ => return,
-        }
     }
 }
 

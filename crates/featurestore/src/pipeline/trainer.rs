@@ -26,6 +26,7 @@ use tokio::{
 use transport_core::{ByteSize, Descriptor, Error, ErrorKind, Result, SessionName};
 
 use super::{
+    folder,
     messages::{Event, Job, Start, Totals},
     verify::Checker,
 };
@@ -56,11 +57,11 @@ const POLL: Duration = Duration::from_millis(1);
 const WINDOWS: usize = 2;
 
 /// Runs the trainer until the run's channel ends, or its standard input does: then the pipeline is
-/// gone, and nobody else removes `folder` any more.
+/// gone, and this removes the run's folder, at `path`.
 ///
 /// The first line of its input overrides strictness and pool of `config`. False if it
 /// failed, and the pipeline was told why.
-pub async fn run(config: Config, folder: PathBuf) -> Result<bool> {
+pub async fn run(config: Config, path: PathBuf) -> Result<bool> {
     let (first, start) = oneshot::channel::<Result<Start>>();
     let (left, pipeline_left) = oneshot::channel::<()>();
     // A thread of its own: a blocked read must not keep the runtime from ending.
@@ -79,7 +80,7 @@ pub async fn run(config: Config, folder: PathBuf) -> Result<bool> {
     if told.is_err() {
         let mut stands = stands.lock();
         *stands = false;
-        super::producer::remove(&folder);
+        folder::remove(&path);
     }
     match (outcome, told) {
         (Some(outcome), Ok(())) => Ok(outcome.is_ok()),
@@ -95,6 +96,7 @@ async fn train(
 ) -> Result<Totals> {
     let ended = || Error::new(ErrorKind::Closed, "train", "the input ended before it began");
     let start = start.await.map_err(|_| ended())??;
+    let _held = folder::join(&start.folder)?;
     let peers = start.peers.iter().map(|p| p.parse()).collect::<Result<Vec<SessionName>>>()?;
     let mut config = config.strict(start.strict);
     if let Some(pool) = ByteSize::new(start.pool_bytes).filter(|p| p.get() > 0) {

@@ -1,6 +1,10 @@
 //! Processes of the main job die: what is left is ended, in time, with the culprit's name.
 
-use std::{process::Stdio, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -11,6 +15,11 @@ const BOUND: Duration = Duration::from_secs(30);
 
 /// A job that takes minutes unless something ends it, with its children once they work.
 fn long_job() -> (Process, Vec<u32>) {
+    long_job_with(&[], &std::env::temp_dir())
+}
+
+/// The same with more arguments, and its temporary files in `temporary`.
+fn long_job_with(more: &[&str], temporary: &Path) -> (Process, Vec<u32>) {
     let mut command = featurestore(&[
         "pipeline",
         "--samples",
@@ -27,7 +36,7 @@ fn long_job() -> (Process, Vec<u32>) {
         "4",
         "--json",
     ]);
-    command.stdin(Stdio::null());
+    command.args(more).env("TMPDIR", temporary).stdin(Stdio::null());
     let job = Process::start(command);
     let mut found = Vec::new();
     eventually("two servers and a trainer run", || {
@@ -99,6 +108,57 @@ fn a_killed_job_leaves_no_orphans() {
     job.signal(Signal::KILL);
     job.end(BOUND);
     all_gone(&children);
+}
+
+/// What is in a folder.
+fn left_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("a folder");
+    entries.map(|entry| entry.expect("an entry").path()).collect()
+}
+
+#[test]
+fn servers_remove_the_folder_of_a_run_whose_pipeline_and_trainer_are_killed() {
+    let temporary = tempfile::tempdir().expect("a temporary folder");
+    let (job, children) = long_job_with(&[], temporary.path());
+    assert_eq!(left_in(temporary.path()).len(), 1, "of the run");
+    job.signal(Signal::KILL);
+    kill(&children, " trainer");
+    job.end(BOUND);
+    all_gone(&children);
+    assert_eq!(left_in(temporary.path()), <[PathBuf; 0]>::default());
+}
+
+/// As where the system has no memory left for any of them.
+#[test]
+fn the_next_run_removes_what_one_has_left_that_was_killed_whole_and_nothing_of_another() {
+    let temporary = tempfile::tempdir().expect("a temporary folder");
+    let (job, children) = long_job_with(&[], temporary.path());
+    let dead = left_in(temporary.path());
+    for &child in children.iter().filter(|&&child| !arguments(child).contains(" trainer")) {
+        kill_process(pid(child), Signal::STOP).expect("the server runs"); // they must not clean up
+    }
+    job.signal(Signal::KILL);
+    kill(&children, " trainer");
+    for &child in &children {
+        let _ = kill_process(pid(child), Signal::KILL); // one is dead already
+    }
+    job.end(BOUND);
+    all_gone(&children);
+    assert_eq!(left_in(temporary.path()), dead, "nobody is left who could remove it");
+
+    let (living, children) = long_job_with(&[], temporary.path());
+    let other = left_in(temporary.path());
+    assert!(other.len() == 1 && other != dead, "{other:?}");
+    let mut next = featurestore(&["pipeline", "--hidden", "8", "--samples", "2"]);
+    next.env("TMPDIR", temporary.path());
+    let ended = Process::start(next).end(BOUND);
+    assert!(ended.status.success(), "{ended:?}");
+    assert_eq!(left_in(temporary.path()), other, "that of a run that lives stays");
+    living.signal(Signal::TERM);
+    let ended = living.end(BOUND);
+    assert!(ended.stderr.contains("ended by SIGTERM"), "it lived: {}", ended.stderr);
+    all_gone(&children);
+    assert_eq!(left_in(temporary.path()), <[PathBuf; 0]>::default());
 }
 
 #[test]

@@ -305,6 +305,29 @@ fn a_ledger_that_cannot_be_begun_is_refused_before_anything_starts() {
     assert_eq!(left, 2, "nothing else is made");
 }
 
+/// The folder for temporary files, by whom it was chosen, and before anything that needs it fails in
+/// words of its own.
+#[test]
+fn a_temporary_folder_that_is_no_good_is_named_with_its_variable() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").expect("room");
+    let missing = folder.path().join("missing");
+    for (path, why) in [(&missing, "No such file"), (&file, "not a directory")] {
+        for more in [&[][..], &["--transport", "shm"]] {
+            let mut command = featurestore(&["pipeline", "--hidden", "8", "--samples", "2"]);
+            command.args(more).env("TMPDIR", path);
+            let ended = Process::start(command).end(STEP);
+            assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+            let line = ended.stderr.lines().last().expect("an error");
+            let named = format!("(folder={}, variable=TMPDIR); ", path.display());
+            assert!(line.contains(why) && line.contains(&named), "{line}");
+            assert!(!ended.stderr.contains("transport      available"), "nothing was started");
+        }
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 1);
+}
+
 /// Both servers together never go beyond the rate, and are kept busy at it.
 #[test]
 fn limited_servers_are_kept_busy_and_no_faster() {
