@@ -12,7 +12,7 @@ use std::{io::IsTerminal, path::PathBuf, process::ExitCode, time::Duration};
 use clap::{Args, Parser, Subcommand};
 use featurestore::{
     Config, ServerConfig, Settings,
-    config::Problems,
+    config::{Problems, duration},
     input::Folder,
     pipeline::{self, Options, Preset},
     process::{Notes, PRINT, note, say, survive_file_limits},
@@ -174,6 +174,10 @@ struct PipelineArgs {
     /// be new, and stays after the run. Temporary if not given.
     #[arg(long, value_name = "PATH")]
     ledger: Option<PathBuf>,
+    /// How long nothing may be captured, verified or acknowledged until the run is given up, such as
+    /// 10m [default: 2m, or twice the deadline if that is more]
+    #[arg(long, value_parser = duration, value_name = "DURATION")]
+    stall_timeout: Option<Duration>,
     /// Longest synthetic prompt, in tokens [default: 8192]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     max_length: Option<u32>,
@@ -300,6 +304,8 @@ fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     options.server_rate = args.server_rate;
     options.ledger.clone_from(&args.ledger);
     options.token = config.token;
+    let stall_timeout = || options.stall_timeout.max(2 * config.deadline);
+    options.stall_timeout = args.stall_timeout.unwrap_or_else(stall_timeout);
     let report = runtime(2, 8)?.block_on(pipeline::run(&options))?;
     if args.json {
         let json = serde_json::to_string(&report)

@@ -22,6 +22,7 @@ mod verify;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use control_proto::Secret;
@@ -105,6 +106,8 @@ pub struct Options {
     pub ledger: Option<PathBuf>,
     /// What control connections have to show.
     pub token: Option<Secret>,
+    /// How long nothing may be captured, verified or acknowledged until the run is given up.
+    pub stall_timeout: Duration,
 }
 
 impl Default for Options {
@@ -137,6 +140,7 @@ impl Default for Options {
             server_rate: None,
             ledger: None,
             token: None,
+            stall_timeout: Duration::from_secs(120),
         }
     }
 }

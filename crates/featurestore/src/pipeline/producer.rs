@@ -29,7 +29,7 @@ use crate::{
     flow::Watermarks,
     layout::{Layout, Strategy},
     lifecycle::{Retention, Samples},
-    process::note,
+    process::{STOPPED, note},
     producer::{
         Batching, CaptureClient, CaptureOptions, Endpoints, Produced, Producer, ProducerOptions,
         Prompts, Task,
@@ -38,14 +38,13 @@ use crate::{
 
 /// Samples in flight at most, so that refs never pile up.
 const AHEAD: u64 = 4096;
-/// Longest time of one capture request, waiting for room included.
+/// Longest time of one capture request, waiting for room included, unless the run may stand still
+/// for longer.
 const REQUEST: Duration = Duration::from_secs(300);
 /// Pause between two looks at what the trainer has acknowledged.
 const POLL: Duration = Duration::from_millis(2);
 /// Without any progress for this long, a process that is stopped is named.
 pub(super) const QUIET: Duration = Duration::from_secs(2);
-/// Without any progress for this long, the run is given up.
-const STALL: Duration = Duration::from_secs(120);
 
 /// What a run came to, besides the servers' own numbers.
 #[derive(Debug)]
@@ -79,14 +78,16 @@ pub(super) async fn run(
     };
     let producer = producer(options, servers, client, checksums, plan, folder, progress)?;
     let prompts = Box::new(Planned::new(options, plan, on_device && options.verify));
+    let stall = options.stall_timeout;
+    let quiet = QUIET.min(stall);
     let start = Instant::now();
     let mut producing = Box::pin(producer.run(prompts));
     let (mut produced, mut totals) = (None, None);
     let mut is_told = false;
     while produced.is_none() || totals.is_none() {
         let news = progress.counts().news;
-        is_told &= news.elapsed() >= QUIET;
-        let look = news + if is_told { STALL } else { QUIET };
+        is_told &= news.elapsed() >= quiet;
+        let look = news + if is_told { stall } else { quiet };
         let error = tokio::select! {
             outcome = &mut producing, if produced.is_none() => match outcome {
                 Ok(outcome) => {
@@ -114,14 +115,14 @@ pub(super) async fn run(
             () = tokio::time::sleep_until(look.into()) => {
                 let counts = progress.counts();
                 let resting = blame::at_rest(servers, Some((&child, &name)));
-                if counts.news.elapsed() < STALL {
+                if counts.news.elapsed() < stall {
                     for (name, state) in resting.iter().filter(|_| !is_told) {
                         note(format_args!("featurestore: no progress: {name} {state}"));
                     }
-                    is_told |= counts.news.elapsed() >= QUIET;
+                    is_told |= counts.news.elapsed() >= quiet;
                     continue;
                 }
-                return Err(stalled(&counts, &resting));
+                return Err(stalled(&counts, plan.len(), stall, &resting));
             }
         };
         return Err(blame::of(error, servers, Some((&mut child, &name))).await);
@@ -167,7 +168,7 @@ fn producer(
     let samples = Arc::new(samples);
     let mut capture = CaptureOptions::new(StoreId::new(plan.run_id())?, layout);
     capture.form = if options.plugin { Form::Plugin } else { Form::Patch };
-    capture.timeout = REQUEST;
+    capture.timeout = REQUEST.max(options.stall_timeout);
     capture.holder = Some(holder);
     capture.checksums = checksums.to_vec();
     let client = CaptureClient::new(capture, samples.clone(), endpoints);
@@ -251,14 +252,33 @@ async fn trainer_gone(trainer: &mut Child, name: &str) -> Error {
     }
 }
 
-fn stalled(counts: &Counts, resting: &[blame::Resting]) -> Error {
+/// The error for a run that stands still: who does nothing, and what did not come.
+fn stalled(counts: &Counts, samples: usize, stall: Duration, resting: &[blame::Resting]) -> Error {
+    let (captured, verified, acked) = (counts.captured, counts.verified, counts.acked);
     let why = resting.iter().map(|(name, state)| format!(": {name} {state}"));
     let why = format!("no progress{}", why.collect::<String>());
+    let missing = [
+        (samples.saturating_sub(captured), "captured by the servers"),
+        (captured.saturating_sub(verified), "verified by the trainer"),
+        (verified.saturating_sub(acked), "acknowledged by the trainer"),
+    ];
+    let missing = missing.iter().filter(|(count, _)| *count > 0);
+    let missing: Vec<_> = missing.map(|(count, what)| format!("{count} to be {what}")).collect();
+    let waited_for = match missing.is_empty() {
+        true => "the end of the trainer".to_owned(),
+        false => format!("samples, {}", missing.join(", ")),
+    };
+    let is_stopped = resting.iter().any(|(_, state)| *state == STOPPED);
     Error::new(ErrorKind::Timeout, "run pipeline", why)
-        .with("for", format_args!("{STALL:?}"))
-        .with("captured", counts.captured)
-        .with("verified", counts.verified)
-        .with("acknowledged", counts.acked)
+        .with("for", format_args!("{stall:?}"))
+        .with("waited_for", waited_for)
+        .with("captured", captured)
+        .with("verified", verified)
+        .with("acknowledged", acked)
+        .remedy(match is_stopped {
+            true => "let it go on with SIGCONT, and run again",
+            false => "allow for more time with --stall-timeout if the servers are only slow",
+        })
 }
 
 /// What frees here: captures that were never answered, and those of a run that fails. It moves no

@@ -193,6 +193,24 @@ fn a_stopped_server_is_named_before_anybody_gives_up() {
     all_gone(&children);
 }
 
+#[test]
+fn a_run_that_stands_still_is_given_up_when_it_is_told_to_and_says_what_it_waited_for() {
+    let (job, children) = long_job_with(&["--stall-timeout", "3s"], &std::env::temp_dir());
+    let victim = signal(&children, " capture-server", Signal::STOP);
+    let start = Instant::now();
+    let ended = job.end(BOUND);
+    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    assert!(start.elapsed() >= Duration::from_secs(3), "{:?}", start.elapsed());
+    let line = ended.stderr.lines().last().expect("an error");
+    assert!(line.contains("run pipeline: timed out: no progress: capture server "), "{line}");
+    let named = format!("(pid {victim}) is stopped");
+    for part in [&*named, "for=3s", "waited_for=samples, ", " to be captured by the servers"] {
+        assert!(line.contains(part), "{part}: {line}");
+    }
+    assert!(line.contains("SIGCONT"), "{line}");
+    all_gone(&children);
+}
+
 /// A limit on the size of files stands for a full disk. It neither ends a process without a word nor
 /// is it said by each of the processes.
 #[test]
