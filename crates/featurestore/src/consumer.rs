@@ -8,7 +8,7 @@ use std::{
 
 use parking_lot::Mutex;
 use tokio::{sync::oneshot, task::JoinHandle};
-use transport_core::{Descriptor, Error, ErrorKind, Result, SampleId};
+use transport_core::{Descriptor, Error, ErrorKind, Location, Result, SampleId, SessionName};
 
 use crate::{
     layout::Layout,
@@ -24,8 +24,8 @@ pub struct ConsumerOptions {
     /// Readings are begun once no more samples than so many are read or being read, and then up to
     /// `in_flight`: together they cost a shared device one change of context. Default: 3.
     pub refill_at: usize,
-    /// Samples of those begun at a time that one call of the transport reads: a link between devices is
-    /// better filled by one call than by several. Default: 1.
+    /// Samples of one server, of those begun at a time, that one call of the transport reads: a link
+    /// between devices is better filled by one call than by several. Default: 1.
     pub together: usize,
     /// Bytes that are read ahead at most; one sample always is. For pools that have no room for
     /// `in_flight` of the largest. Default: no bound.
@@ -101,6 +101,8 @@ impl Drop for Reading {
     }
 }
 
+/// A server that fails later than this lets those wait who ask it again.
+const MOMENT: Duration = Duration::from_secs(1);
 /// Pause between two looks whether a full pool has room.
 const FULL: Duration = Duration::from_millis(1);
 
@@ -158,65 +160,71 @@ impl Consumer {
             begun.extend(self.waiting.pop_front());
             self.bytes = bytes;
         }
-        for group in begun.chunks(self.options.together.max(1)) {
-            match group {
-                [sample] => {
-                    let reading = self.read(sample, Duration::ZERO);
-                    self.reading.push_back((sample.clone(), reading));
+        let mut readings: Vec<(usize, JoinHandle<_>)> = Vec::with_capacity(begun.len());
+        for group in groups(&begun, self.options.together) {
+            match group[..] {
+                [at] => readings.push((at, self.read(&begun[at], Duration::ZERO))),
+                _ => {
+                    let samples = group.iter().map(|&at| begun[at].clone()).collect();
+                    readings.extend(group.into_iter().zip(self.read_together(samples)));
                 }
-                group => self.read_together(group),
             }
         }
+        readings.sort_unstable_by_key(|(at, _)| *at);
+        self.reading.extend(begun.into_iter().zip(readings.into_iter().map(|(_, it)| it)));
     }
 
-    /// Reads samples with one call; each by itself if that fails.
-    fn read_together(&mut self, group: &[Arc<Descriptor>]) {
+    /// Reads samples of one server with one call, and each by itself if that fails: in the time that
+    /// is left, and not at all if the server has let them wait.
+    fn read_together(&self, group: Vec<Arc<Descriptor>>) -> Vec<JoinHandle<Result<Unclaimed>>> {
         let (samples, deadline) = (self.samples.clone(), self.options.deadline);
-        let (active, all) = (self.active.clone(), group.to_vec());
+        let (active, all) = (self.active.clone(), group.clone());
         let (answer, answers): (Vec<_>, Vec<_>) = group.iter().map(|_| oneshot::channel()).unzip();
+        let begun = Instant::now();
         tokio::spawn(async move {
-            if samples.adopt(&all).await.is_err() {
-                return; // as will be said by whichever is to blame
-            }
-            let reading = Reading::begin(&active);
-            let Ok(leased) = samples.get_many(&all, deadline).await else { return };
-            drop(reading);
-            for (answer, leased) in answer.into_iter().zip(leased) {
-                let _ = answer.send(Unclaimed::new(&samples, leased)); // or nobody waits any more
+            let read = async {
+                samples.adopt(&all).await?;
+                let _reading = Reading::begin(&active);
+                samples.get_many(&all, deadline).await
+            };
+            match read.await {
+                Ok(leased) => {
+                    for (answer, leased) in answer.into_iter().zip(leased) {
+                        let _ = answer.send(Ok(Unclaimed::new(&samples, leased))); // or nobody waits
+                    }
+                }
+                Err(error) => {
+                    let error = error.with("samples_of_the_call", all.len());
+                    answer.into_iter().for_each(|answer| drop(answer.send(Err(error.repeated()))));
+                }
             }
         });
-        for (sample, answer) in group.iter().zip(answers) {
-            let alone = self.reading_of(sample, Duration::ZERO);
-            let reading = tokio::spawn(async move {
-                match answer.await {
-                    Ok(leased) => Ok(leased),
-                    Err(_) => alone.await,
-                }
-            });
-            self.reading.push_back((sample.clone(), reading));
-        }
+        let each = group.into_iter().zip(answers).map(|(sample, answer)| {
+            let (samples, active) = (self.samples.clone(), self.active.clone());
+            tokio::spawn(async move {
+                let left = match answer.await {
+                    Ok(Ok(leased)) => return Ok(leased),
+                    Ok(Err(error)) => match left_after(&error, &sample, begun, deadline) {
+                        Some(left) => left,
+                        None => return Err(error),
+                    },
+                    Err(_) => deadline, // nobody knows what became of the call
+                };
+                read_alone(samples, active, sample, left).await
+            })
+        });
+        each.collect()
     }
 
     fn read(&self, sample: &Arc<Descriptor>, pause: Duration) -> JoinHandle<Result<Unclaimed>> {
-        tokio::spawn(self.reading_of(sample, pause))
-    }
-
-    fn reading_of(
-        &self,
-        sample: &Arc<Descriptor>,
-        pause: Duration,
-    ) -> impl Future<Output = Result<Unclaimed>> + Send + use<> {
         let (samples, deadline) = (self.samples.clone(), self.options.deadline);
         let (sample, active) = (sample.clone(), self.active.clone());
-        async move {
+        tokio::spawn(async move {
             if !pause.is_zero() {
                 tokio::time::sleep(pause).await;
             }
-            samples.adopt(std::slice::from_ref(&sample)).await?;
-            let _reading = Reading::begin(&active);
-            let leased = samples.get(&sample, deadline).await?;
-            Ok(Unclaimed::new(&samples, leased))
-        }
+            read_alone(samples, active, sample, deadline).await
+        })
     }
 
     /// The next sample, in order; none if nothing was handed over.
@@ -298,6 +306,57 @@ impl Consumer {
         left.extend(self.waiting.drain(..));
         left
     }
+}
+
+async fn read_alone(
+    samples: Arc<Samples>,
+    active: Arc<Mutex<Active>>,
+    sample: Arc<Descriptor>,
+    deadline: Duration,
+) -> Result<Unclaimed> {
+    samples.adopt(std::slice::from_ref(&sample)).await?;
+    let _reading = Reading::begin(&active);
+    let leased = samples.get(&sample, deadline).await?;
+    Ok(Unclaimed::new(&samples, leased))
+}
+
+/// How long a sample may be read by itself after a call for several has failed. None if the server
+/// has let them wait: it would do so again.
+fn left_after(
+    error: &Error,
+    sample: &Descriptor,
+    begun: Instant,
+    deadline: Duration,
+) -> Option<Duration> {
+    let is_servers = matches!(error.kind(), ErrorKind::PeerGone | ErrorKind::Timeout);
+    if !is_servers || server(sample).is_none() {
+        return Some(deadline); // another sample may be to blame
+    }
+    let spent = begun.elapsed();
+    deadline.checked_sub(spent).filter(|left| spent < MOMENT && !left.is_zero())
+}
+
+/// The server that has a sample; none in a store, whose servers nobody knows here.
+fn server(sample: &Descriptor) -> Option<&SessionName> {
+    match &sample.location {
+        Location::Arena(arena) => Some(&arena.control),
+        Location::Token(token) => Some(&token.control),
+        _ => None,
+    }
+}
+
+/// Places of samples that are read by one call each: of one server, so that none waits for another's,
+/// and at most so many.
+fn groups(samples: &[Arc<Descriptor>], most: usize) -> Vec<Vec<usize>> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    for (at, sample) in samples.iter().enumerate() {
+        let of_server = |group: &&mut Vec<usize>| server(&samples[group[0]]) == server(sample);
+        match groups.iter_mut().rev().find(of_server) {
+            Some(group) if group.len() < most => group.push(at),
+            _ => groups.push(vec![at]),
+        }
+    }
+    groups
 }
 
 impl Drop for Consumer {

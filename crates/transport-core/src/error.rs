@@ -202,6 +202,21 @@ impl Error {
         self
     }
 
+    /// The same once more, for another who waits for the same; its source stays with this one.
+    #[must_use]
+    pub fn repeated(&self) -> Self {
+        let Inner { kind, status, operation, message, context, remedy, source: _ } = &*self.0;
+        Self(Box::new(Inner {
+            kind: *kind,
+            status: *status,
+            operation,
+            message: message.clone(),
+            context: context.clone(),
+            remedy: remedy.clone(),
+            source: None,
+        }))
+    }
+
     /// What went wrong.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
@@ -296,6 +311,9 @@ mod tests {
         }
         assert_eq!(error.context("found"), Some("4"));
         assert!(!error.is_temporary());
+        let again = error.repeated();
+        assert_eq!((again.kind(), again.to_string()), (error.kind(), error.to_string()));
+        assert!(again.status(ErrorStatus::Temporary).repeated().is_temporary());
     }
 
     #[test]

@@ -232,3 +232,99 @@ async fn what_is_read_together_leaves_no_lease_when_it_is_dropped() {
         }
     }
 }
+
+/// A memory transport whose server at `dead:1` lets every call wait until its deadline.
+#[derive(Debug)]
+struct HalfDead {
+    inner: MemoryTransport,
+    waited: Mutex<Vec<usize>>, // samples of each call that waited
+    says: ErrorKind,
+    after: Duration,
+}
+
+#[async_trait::async_trait]
+impl Transport for HalfDead {
+    fn info(&self) -> &transport_core::TransportInfo {
+        self.inner.info()
+    }
+    async fn publish(&self, _: Vec<Publication>, _: PublishOptions) -> Result<Vec<Descriptor>> {
+        unreachable!("it only reads")
+    }
+    async fn fetch(
+        &self,
+        requests: Vec<transport_core::FetchRequest>,
+        options: transport_core::FetchOptions,
+    ) -> Result<Vec<transport_core::Fetched>> {
+        let is_dead = |r: &transport_core::FetchRequest| {
+            server(&r.descriptor).is_some_and(|server| server.to_string() == "dead:1")
+        };
+        if requests.iter().any(is_dead) {
+            self.waited.lock().push(requests.len());
+            tokio::time::sleep(self.after.min(options.deadline)).await;
+            return Err(Error::new(self.says, "fetch", "the server says nothing"));
+        }
+        self.inner.fetch(requests, options).await
+    }
+    async fn release(&self, releases: Vec<Release>) -> Result<transport_core::ReleaseReport> {
+        self.inner.release(releases).await
+    }
+    async fn health(&self) -> Result<transport_core::Health> {
+        self.inner.health().await
+    }
+    async fn close(&self) -> Result<()> {
+        self.inner.close().await
+    }
+}
+
+/// Samples of two servers, of which one is silent: those of the other come at once, and the silent
+/// one's are all lost after one deadline, or after one failure to reach it.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_read_together_waits_for_a_dead_server_once_and_for_others_not_at_all() {
+    const DEADLINE: Duration = Duration::from_millis(2500);
+    let (soon, late) = (Duration::from_millis(1200), Duration::from_secs(60));
+    for (says, after, fails) in
+        [(ErrorKind::Timeout, late, DEADLINE), (ErrorKind::PeerGone, soon, soon)]
+    {
+        let (publisher, _, mut all) = store(8).await;
+        for sample in all.iter_mut().skip(1).step_by(2) {
+            let dead = || "dead:1".parse::<SessionName>().unwrap();
+            let location = transport_core::ArenaLocation::new(dead(), dead(), None);
+            Arc::make_mut(sample).location = Location::Arena(location);
+        }
+        let (inner, waited) = (publisher.client(), Mutex::default());
+        let transport = Arc::new(HalfDead { inner, waited, says, after });
+        let samples = Arc::new(Samples::over(transport.clone(), Retention::default()));
+        let mut consumer = Consumer::new(
+            samples.clone(),
+            ConsumerOptions {
+                in_flight: 8,
+                together: 8,
+                refill_at: 0,
+                deadline: DEADLINE,
+                ..ConsumerOptions::default()
+            },
+        );
+        let start = Instant::now();
+        consumer.feed(all).unwrap();
+        for i in 0..8_u8 {
+            match consumer.next().await.unwrap().unwrap() {
+                Materialized::Ready(leased) => {
+                    assert_eq!((leased.tensors["x"].data.as_ref(), i % 2), (&[i][..], 0));
+                    samples.release(&leased.token).await;
+                }
+                Materialized::Lost(id, error) => {
+                    assert_eq!((id.to_string(), i % 2), (format!("s-{i}"), 1));
+                    assert_eq!(error.kind(), says, "{error}");
+                    assert_eq!(error.context("samples_of_the_call"), Some("4"), "{error}");
+                }
+            }
+            if i == 0 {
+                assert!(start.elapsed() < fails / 2, "at once: {:?}", start.elapsed());
+            }
+        }
+        let most = fails + fails / 2;
+        assert!(start.elapsed() < most, "one wait: {:?}", start.elapsed());
+        assert_eq!(*transport.waited.lock(), [4], "asked once, for all");
+        assert_eq!(samples.health().active_leases, 0);
+    }
+}
