@@ -322,6 +322,22 @@ fn a_request_waits_for_room_as_long_as_it_has_patience() {
         assert!(large.to_string().contains("no room in the arena"), "{large}");
         assert!((450..10_000).contains(&waited.as_millis()), "{waited:?}");
     });
+    // Without any patience: what has no room is told from what only waits for its turn.
+    std::thread::scope(|scope| {
+        let large = scope.spawn(|| request("large", 14, "2000"));
+        std::thread::sleep(Duration::from_millis(100)); // it is in line
+        let (small, _) = request("little", 1, "0");
+        let cause = |answer: &Value| {
+            let row = answer.get(0).unwrap_or(answer);
+            row["meta_info"]["spec_capture"]["cause"].as_str().map(str::to_owned)
+        };
+        assert_eq!(cause(&small).as_deref(), Some("queued"), "{small}");
+        assert!(!small.to_string().contains("no room"), "{small}");
+        let (other, _) = request("other", 13, "0");
+        assert_eq!(cause(&other).as_deref(), Some("no_room"), "{other}");
+        let (large, _) = large.join().unwrap();
+        assert_eq!(cause(&large).as_deref(), Some("no_room"), "{large}");
+    });
     let (refused, _) = request("bad", 1, "soon");
     assert!(refused.to_string().contains("the patience is no number"), "{refused}");
 }

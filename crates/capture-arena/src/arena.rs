@@ -34,8 +34,8 @@ use age::{ByAge, Neighbours};
 use batch::{Batch, Waiting};
 pub use batch::{BatchPlan, Grant, PlannedObject, PlannedSample, Ticket};
 use clients::Clients;
-pub use health::ArenaHealth;
 use health::Counts;
+pub use health::{ArenaHealth, BATCHES_BEFORE};
 use objects::Holders;
 pub use objects::{FreeOutcome, HoldOutcome, ObjectList};
 

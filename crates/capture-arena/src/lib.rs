@@ -23,8 +23,8 @@ mod reservation;
 mod suballoc;
 
 pub use arena::{
-    ArenaHealth, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome, ObjectList,
-    PlannedObject, PlannedSample, Ticket,
+    ArenaHealth, BATCHES_BEFORE, BatchPlan, CaptureArena, FreeOutcome, Grant, HoldOutcome,
+    ObjectList, PlannedObject, PlannedSample, Ticket,
 };
 pub use backing::{Backing, MappedBacking, SealedBacking, SharedHandle};
 pub use export::{ExportError, ExportTable, Pin, PinnedRange};

@@ -275,8 +275,9 @@ impl Arena {
     /// [`ErrorKind::AlreadyExists`] for a key that is published or being filled, unless `replace`;
     /// [`ErrorKind::Busy`] for a key of which clients still hold 64 older lives;
     /// [`ErrorKind::InvalidInput`] for a key that occurs twice or a sample without tensors;
-    /// [`ErrorKind::CapacityExceeded`] when the deadline passes, and at once for a batch larger
-    /// than the arena; [`ErrorKind::Closed`].
+    /// [`ErrorKind::CapacityExceeded`] when the deadline passes without room, and at once for a batch
+    /// larger than the arena; [`ErrorKind::Busy`] with [`BATCHES_BEFORE`](crate::BATCHES_BEFORE) when
+    /// it passes where there would be room, but not for those that wait before; [`ErrorKind::Closed`].
     pub async fn reserve(
         &self,
         batch: Vec<SamplePlan>,

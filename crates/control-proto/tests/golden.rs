@@ -6,8 +6,8 @@ use std::{path::PathBuf, time::Duration};
 use control_proto::{
     SampleRef, Secret,
     capture::{
-        self, CaptureOutcome, CaptureRequest, Checksum, ChecksumKind, Form, Passthrough, Prompt,
-        Row, SampleRequest,
+        self, CaptureOutcome, CaptureRequest, Checksum, ChecksumKind, FailureCause, Form,
+        Passthrough, Prompt, Row, SampleRequest,
     },
     control::{self, ArenaInfo, Code, Hello, Request, Response, ServerHello, ShmInfo},
     mooncake::{
@@ -26,6 +26,7 @@ use transport_core::{
 };
 
 const EPOCH: Epoch = Epoch(4_503_599_627_370_497);
+const QUEUED: Option<FailureCause> = Some(FailureCause::Queued);
 const BASE: u64 = 139_637_976_727_552;
 const TOKEN: &str = "00112233445566778899aabbccddeeff0011223344556677";
 
@@ -117,15 +118,17 @@ fn results() -> Vec<(&'static str, CaptureOutcome, bool)> {
             true,
         ),
         ("capture/result_token.json", captured(descriptor(token_location(), false)), true),
-        ("capture/result_failed.json", failed("run0:task-1"), true),
+        ("capture/result_failed.json", failed("run0:task-1", None), true),
+        ("capture/result_failed_queued.json", failed("run0:task-1", QUEUED), true),
     ]
 }
 
-fn failed(id: &str) -> CaptureOutcome {
+fn failed(id: &str, cause: Option<FailureCause>) -> CaptureOutcome {
     CaptureOutcome::Failed {
         sample_id: SampleId::new(id).unwrap(),
         error: "no room for 184832 bytes".into(),
         retryable: true,
+        cause,
     }
 }
 
@@ -142,7 +145,7 @@ fn responses_to_captures() -> Vec<(&'static str, Form, bool, Vec<Row>)> {
             "capture/response_patch.json",
             Form::Patch,
             true,
-            vec![row(captured(Location::Store, false)), row(failed("run0:task-2"))],
+            vec![row(captured(Location::Store, false)), row(failed("run0:task-2", None))],
         ),
         (
             "capture/response_plugin.json",

@@ -259,9 +259,14 @@ impl CaptureArena {
                 }
             }
             let overdue = self.waiting.iter().position(|w| w.deadline <= now);
-            let Some(late) = overdue.and_then(|i| self.waiting.remove(i)) else { return answers };
+            let Some(before) = overdue else { return answers };
+            let late = self.waiting.remove(before).expect("found above");
             let waited = now.saturating_duration_since(late.since);
-            answers.push((late.ticket, Err(self.no_room(late.bytes, late.objects, waited, now))));
+            let error = match before > 0 && self.fits(&late) {
+                true => self.not_its_turn(late.bytes, before, waited),
+                false => self.no_room(late.bytes, late.objects, waited, now),
+            };
+            answers.push((late.ticket, Err(error)));
         }
     }
 
@@ -282,6 +287,14 @@ impl CaptureArena {
         let plan =
             std::mem::replace(&mut waiting.plan, BatchPlan { samples: Vec::new(), replace: false });
         Ok(self.grant(plan, ranges, waiting.bytes, now))
+    }
+
+    /// Whether there is room for a batch now.
+    fn fits(&mut self, waiting: &Waiting) -> bool {
+        let ranges = self.place(&waiting.plan, waiting.bytes);
+        let fits = ranges.is_some();
+        ranges.into_iter().flatten().flatten().for_each(|range| self.space.free(range));
+        fits
     }
 
     /// A range for each object with bytes, or none at all.

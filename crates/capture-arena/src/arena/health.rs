@@ -7,6 +7,10 @@ use transport_core::{Error, ErrorKind, ErrorStatus, Health};
 use super::{CaptureArena, State};
 use crate::suballoc::{SubAllocator, UNIT};
 
+/// Context of the error for a batch that would have had room, and was not looked at before its
+/// deadline because others waited before it: how many.
+pub const BATCHES_BEFORE: &str = "batches_before";
+
 /// Holders named in a diagnosis.
 const OLDEST: usize = 3;
 /// Objects that even the smallest arena takes.
@@ -153,6 +157,19 @@ impl CaptureArena {
         let oldest = self.oldest(now);
         let error = if oldest.is_empty() { error } else { error.with("oldest", oldest.join("; ")) };
         error.remedy("use a larger arena, or a lower watermark: release samples sooner")
+    }
+
+    /// Says that a batch which would fit was not looked at in time: others are before it.
+    pub(super) fn not_its_turn(&self, requested: u64, before: usize, waited: Duration) -> Error {
+        let why = "batches that came before wait for room, and none overtakes them";
+        let space = self.space.report();
+        Error::new(ErrorKind::Busy, "reserve", why)
+            .with(BATCHES_BEFORE, before)
+            .with("requested_bytes", requested)
+            .with("free_bytes", space.free)
+            .with("largest_range", space.largest)
+            .with("waited_ms", waited.as_millis())
+            .remedy("wait for longer, or ask again later")
     }
 
     /// Says that a batch does not fit an empty arena either; waiting would not help.

@@ -7,8 +7,8 @@ use std::{
 };
 
 use capture_arena::{
-    Arena, ArenaConfig, ArenaHealth, Backing, FreeRequest, HoldRequest, MappedBacking, ObjectList,
-    PublishedSample, ReserveOptions, SamplePlan,
+    Arena, ArenaConfig, ArenaHealth, BATCHES_BEFORE, Backing, FreeRequest, HoldRequest,
+    MappedBacking, ObjectList, PublishedSample, ReserveOptions, SamplePlan,
 };
 use transport_core::{ErrorKind, MapMark, RemoteAddr, Sequence};
 
@@ -270,7 +270,13 @@ fn batches_are_placed_whole_and_in_order() {
         until(&arena, |h| h.waiting_batches == 1);
         assert_eq!(health(&arena).reserved_bytes, 0, "nothing is taken while it waits");
         let late = scope.spawn(|| arena.reserve_blocking(vec![plan("e", &[512])], soon(60)));
-        assert_eq!(late.join().unwrap().unwrap_err().kind(), ErrorKind::CapacityExceeded);
+        let late = late.join().unwrap().unwrap_err();
+        assert_eq!((late.kind(), late.is_temporary()), (ErrorKind::Busy, true), "it would fit");
+        assert_eq!(late.context(BATCHES_BEFORE), Some("1"), "{late}");
+        assert!(!late.to_string().contains("no room"), "{late}");
+        let large = arena.reserve_blocking(vec![plan("f", &[4096])], soon(0)).unwrap_err();
+        assert_eq!(large.kind(), ErrorKind::CapacityExceeded, "nor would it fit at once: {large}");
+        assert_eq!(health(&arena).arena_free_bytes, 2048, "nothing is taken by looking");
         assert_eq!(free(&arena, None, one(&key("a", 0), Some(first.objects[0].seq))).gone, []);
         waiting.join().unwrap().unwrap();
     });

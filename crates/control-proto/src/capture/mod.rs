@@ -8,7 +8,7 @@
 //! | token | `session_id`, `control_endpoint`, `control_token`, an address per tensor | yes | yes |
 //!
 //! The arena form has three optional additions: `epoch` beside `arena`, `seq` in each feature, and
-//! `arena.holder`. What an older publisher leaves out is `None`.
+//! `arena.holder`; a failure has one, its `cause`. What an older publisher leaves out is `None`.
 //!
 //! A result that contradicts itself is refused: two locations, an unknown element type, a size
 //! that overflows or differs from shape and element type, an address without a location or beyond
@@ -27,7 +27,7 @@ use crate::json::{Fault, FieldFault, ListFault, Mismatch, ObjectFault, RawObject
 pub use checksum::{Checksum, ChecksumKind, Mixsum};
 pub use request::{CaptureRequest, Form, Prompt, Sampling};
 pub use response::{Row, parse_response, write_response};
-pub use result::{CaptureOutcome, parse_result, write_result};
+pub use result::{CaptureOutcome, FailureCause, parse_result, write_result};
 pub use sample::{Passthrough, SampleRequest};
 
 pub(crate) use result::{
@@ -47,8 +47,8 @@ pub const CHECKSUMS_HEADER: &str = "x-featurestore-checksums";
 pub const CHECKSUMS_ANY: &str = "xxh3, mixsum";
 
 /// HTTP request header: for how many milliseconds the request waits for room in the arena at most.
-/// The server may wait for less. Then its samples fail, retryable, and others that wait for room
-/// have their turn.
+/// The server may wait for less. Then its samples fail, retryable and with a [`FailureCause`], and
+/// others that wait for room have their turn.
 pub const PATIENCE_HEADER: &str = "x-featurestore-patience-ms";
 
 /// Bounds on requests and responses.

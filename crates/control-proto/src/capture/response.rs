@@ -65,6 +65,7 @@ fn parse_row(row: &str, requested: &SampleKey, limits: &Limits) -> Result<Row> {
             sample_id: requested.sample_id.clone(),
             error: error.into(),
             retryable: false,
+            cause: None,
         };
         return Ok(Row { outcome, checksums: None });
     };

@@ -28,7 +28,38 @@ pub enum CaptureOutcome {
         error: String,
         /// Whether another attempt may succeed.
         retryable: bool,
+        /// What kept it from being captured, if the server says.
+        cause: Option<FailureCause>,
     },
+}
+
+/// What kept a sample from being captured, for those who send the request again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailureCause {
+    /// There was no room for it as long as the request had patience.
+    NoRoom,
+    /// There may have been room, but requests that came before waited for some.
+    Queued,
+    /// Something else, which is for people to read.
+    Other,
+}
+
+impl FailureCause {
+    const ALL: [Self; 3] = [Self::NoRoom, Self::Queued, Self::Other];
+
+    /// Its name on the wire.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::NoRoom => "no_room",
+            Self::Queued => "queued",
+            Self::Other => "other",
+        }
+    }
+
+    /// None for a name that a newer server may use.
+    fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|cause| cause.name() == name)
+    }
 }
 
 impl CaptureOutcome {
@@ -50,7 +81,11 @@ pub fn parse_result(json: &str, limits: &Limits) -> Result<CaptureOutcome> {
             error = error.chars().take(MAX_FAILURE_BYTES / 4).collect();
         }
         let sample_id = READ.parse(&object, "sample_id")?;
-        return Ok(CaptureOutcome::Failed { sample_id, error, retryable: true });
+        let cause = match object.get("cause") {
+            Some(_) => FailureCause::named(&READ.text(&object, "cause")?),
+            None => None,
+        };
+        return Ok(CaptureOutcome::Failed { sample_id, error, retryable: true, cause });
     }
     let sample = SampleKey::new(
         READ.parse(&object, "store_id")?,
@@ -237,11 +272,15 @@ pub(crate) fn parse_meta(object: &RawObject<'_>, faults: Faults) -> Result<Tenso
 pub fn write_result(out: &mut Vec<u8>, outcome: &CaptureOutcome) -> Result<()> {
     match outcome {
         CaptureOutcome::Captured(descriptor) => write_descriptor(out, descriptor),
-        CaptureOutcome::Failed { sample_id, error, .. } => {
+        CaptureOutcome::Failed { sample_id, error, cause, .. } => {
             out.extend_from_slice(b"{\"sample_id\":");
             write_string(out, sample_id.as_str());
             out.extend_from_slice(b",\"error\":");
             write_string(out, error);
+            if let Some(cause) = cause {
+                out.extend_from_slice(b",\"cause\":");
+                write_string(out, cause.name());
+            }
             out.push(b'}');
             Ok(())
         }
@@ -408,13 +447,22 @@ mod tests {
         assert_eq!((&*token.transport, &*token.token), ("rdma", "hush"));
         let empty = r#"{"shape":[0,3],"dtype":"int64"}"#;
         assert!(parse(&result(empty, ARENA)).is_ok(), "no bytes, no address");
-        assert_eq!(
-            parse(r#"{"sample_id":"a","error":"no room"}"#).unwrap(),
-            CaptureOutcome::Failed {
+        for (more, cause) in [
+            ("", None),
+            (r#","cause":"queued""#, Some(FailureCause::Queued)),
+            (r#","cause":"no_room""#, Some(FailureCause::NoRoom)),
+            (r#","cause":"other""#, Some(FailureCause::Other)),
+            (r#","cause":"of a newer server""#, None),
+        ] {
+            let failed = CaptureOutcome::Failed {
                 sample_id: SampleId::new("a").unwrap(),
                 error: "no room".into(),
-                retryable: true
-            }
-        );
+                retryable: true,
+                cause,
+            };
+            let text = format!(r#"{{"sample_id":"a","error":"no room"{more}}}"#);
+            assert_eq!(parse(&text).unwrap(), failed, "{text}");
+        }
+        assert!(parse(r#"{"sample_id":"a","error":"no room","cause":1}"#).is_err());
     }
 }

@@ -4,17 +4,17 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use control_proto::capture::{
-    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, ChecksumKind, Form, HOLDER_HEADER,
-    Limits, PATIENCE_HEADER, Prompt, Row, parse_response,
+    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, Checksum, ChecksumKind, FailureCause, Form,
+    HOLDER_HEADER, Limits, PATIENCE_HEADER, Prompt, Row, parse_response,
 };
 use control_proto::sample_ref::SampleRef;
 use indexmap::IndexMap;
 use parking_lot::Mutex;
 use tokio::{task::spawn_blocking, time::Instant};
 use transport_core::{
-    ArenaLocation, ClientId, Descriptor, Dtype, Error, ErrorKind, FeatureDescriptor, FeatureName,
-    Generation, Location, Release, Result, SampleId, SampleKey, SessionName, StoreId, TensorMeta,
-    Transport,
+    ArenaLocation, ClientId, Descriptor, Dtype, Error, ErrorKind, ErrorStatus, FeatureDescriptor,
+    FeatureName, Generation, Location, Release, Result, SampleId, SampleKey, SessionName, StoreId,
+    TensorMeta, Transport,
 };
 
 use super::prompts::Task;
@@ -101,6 +101,8 @@ impl Captured {
 
 /// What ends a prompt for which there was no room as long as it had patience.
 pub(super) const NO_ROOM: ErrorKind = ErrorKind::CapacityExceeded;
+/// What ends a prompt that a server has not begun to work on, for others that came before.
+pub(super) const PUT_OFF: ErrorKind = ErrorKind::Busy;
 
 /// What became of one prompt of a request.
 pub(super) type Attempt = (Task, Result<Captured>);
@@ -174,18 +176,9 @@ impl CaptureClient {
                 true
             }
             Err(error) => {
-                let again = |error: &Error| {
-                    let kind = error.kind();
-                    let copy = Error::new(kind, "capture", error.to_string());
-                    if error.is_temporary() {
-                        copy.status(transport_core::ErrorStatus::Temporary)
-                    } else {
-                        copy
-                    }
-                };
-                let busy = error.kind() == ErrorKind::Busy;
-                answers.extend(sent.into_iter().map(|task| (task, Err(again(&error)))));
-                busy // a server that puts requests off lives
+                let put_off = error.kind() == PUT_OFF;
+                answers.extend(sent.into_iter().map(|task| (task, Err(error.repeated()))));
+                put_off // and so it lives
             }
         };
         Answer { prompts: answers, served }
@@ -224,7 +217,7 @@ impl CaptureClient {
         let body = bounded_body(answer, limits.body_bytes).await?;
         if !status.is_success() {
             let kind = match status.as_u16() {
-                429 | 503 => ErrorKind::Busy,
+                429 | 503 => PUT_OFF,
                 500.. => ErrorKind::PeerGone,
                 _ => ErrorKind::InvalidInput,
             };
@@ -235,13 +228,13 @@ impl CaptureClient {
         }
         // A row for another sample, store or generation fails the whole answer: nothing in it can
         // be trusted. What it may have left is provisional still, and is reclaimed.
-        parse_response(&body, keys, &limits).map_err(|error| {
-            error.with("server", url).status(transport_core::ErrorStatus::Temporary)
-        })
+        parse_response(&body, keys, &limits)
+            .map_err(|error| error.with("server", url).status(ErrorStatus::Temporary))
     }
 
     /// Adopts the good rows together, and frees the bad ones on the server that has them. With
-    /// `no_room`, rows to be tried again have waited for room until their patience was over.
+    /// `no_room`, rows to be tried again that do not say why have waited for room until their patience
+    /// was over.
     async fn settle(
         &self,
         url: &str,
@@ -266,17 +259,25 @@ impl CaptureClient {
                         }
                     }
                 }
-                CaptureOutcome::Failed { error, retryable, .. } => {
+                CaptureOutcome::Failed { error, retryable, cause, .. } => {
                     // The server's own word that it holds nothing of it.
                     let key = self.key(&task);
                     self.samples.untrack(url, &key);
-                    let kind = match (retryable, no_room) {
-                        (false, _) => ErrorKind::InvalidInput,
-                        (true, false) => ErrorKind::Busy,
-                        (true, true) => NO_ROOM,
+                    let kind = match cause {
+                        _ if !retryable => ErrorKind::InvalidInput,
+                        Some(FailureCause::NoRoom) => NO_ROOM,
+                        Some(FailureCause::Queued) => PUT_OFF,
+                        None if no_room => NO_ROOM,
+                        _ => ErrorKind::Unexpected, // the server's own words say what
                     };
                     let error = Error::new(kind, "capture", error).with("server", url);
-                    answers.push((task, Err(error)));
+                    answers.push((
+                        task,
+                        Err(match retryable {
+                            true => error.status(ErrorStatus::Temporary),
+                            false => error,
+                        }),
+                    ));
                 }
             }
         }
@@ -299,7 +300,7 @@ impl CaptureClient {
             Err(error) => {
                 let text = error.to_string();
                 let kind = error.kind();
-                let permanent = transport_core::ErrorStatus::Permanent;
+                let permanent = ErrorStatus::Permanent;
                 let refused = || Error::new(kind, "capture", text.clone()).status(permanent);
                 answers.extend(good.into_iter().map(|(task, _)| (task, Err(refused()))));
             }

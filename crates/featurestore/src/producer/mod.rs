@@ -36,7 +36,7 @@ use crate::{
     flow::{Flow, InFlight, Pause, Watermarks},
     lifecycle::Samples,
 };
-use capture::{Answer, Captured, NO_ROOM, blocking};
+use capture::{Answer, Captured, NO_ROOM, PUT_OFF, blocking};
 use journal::Journal;
 use prompts::Pool;
 use reorder::Reorder;
@@ -514,11 +514,12 @@ impl Producer {
             }
             self.share.take_back(bytes);
             let order = task.order;
-            let again = if error.kind() == NO_ROOM && error.is_temporary() {
-                self.refused = true;
-                self.pool.refused(task, &error, self.options.room_timeout)
-            } else {
-                self.pool.failed(task, &error)
+            self.refused |= error.kind() == NO_ROOM && error.is_temporary();
+            let again = match error.kind() {
+                NO_ROOM | PUT_OFF if error.is_temporary() => {
+                    self.pool.refused(task, &error, self.options.room_timeout)
+                }
+                _ => self.pool.failed(task, &error),
             };
             match again {
                 Ok(task) => {

@@ -3,7 +3,9 @@
 use std::{collections::VecDeque, time::Duration};
 
 use tokio::time::Instant;
-use transport_core::{Error, ErrorKind, Result, SampleId};
+use transport_core::{Error, ErrorKind, ErrorStatus, Result, SampleId};
+
+use super::capture::{NO_ROOM, PUT_OFF};
 
 /// One prompt to capture.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -178,7 +180,7 @@ impl Pool {
         self.waiting.remove(at)
     }
 
-    /// Takes note that a server had no room, and gives the prompt back to be sent again: that counts
+    /// Takes note that a server had no room, or put the prompt off, and gives the prompt back to be sent again: that counts
     /// as a failed attempt only once it has gone on for `most`.
     pub(super) fn refused(
         &mut self,
@@ -198,15 +200,29 @@ impl Pool {
     pub(super) fn failed(&mut self, mut task: Task, error: &Error) -> Result<Task> {
         task.attempt += 1;
         if !error.is_temporary() || task.attempt >= self.attempts {
-            return Err(Error::new(
-                ErrorKind::InvalidInput,
-                "capture",
-                "a prompt cannot be captured",
-            )
-            .with("sample_id", &task.sample_id)
-            .with("attempts", task.attempt)
-            .with("reason", error)
-            .remedy("look at the prompt and at the servers' logs, then run again"));
+            let (kind, why, remedy) = match error.kind() {
+                NO_ROOM if error.is_temporary() => (
+                    NO_ROOM,
+                    "no server had room for a prompt",
+                    "give the servers larger arenas, or settle samples sooner, then run again",
+                ),
+                PUT_OFF if error.is_temporary() => (
+                    PUT_OFF,
+                    "the servers put a prompt off for others that came before",
+                    "send fewer requests at a time, or let them wait for longer, then run again",
+                ),
+                _ => (
+                    ErrorKind::InvalidInput,
+                    "a prompt cannot be captured",
+                    "look at the prompt and at the servers' logs, then run again",
+                ),
+            };
+            return Err(Error::new(kind, "capture", why)
+                .status(ErrorStatus::Permanent)
+                .with("sample_id", &task.sample_id)
+                .with("attempts", task.attempt)
+                .with("reason", error)
+                .remedy(remedy));
         }
         self.retries += 1;
         Ok(task)

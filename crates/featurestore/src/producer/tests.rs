@@ -9,7 +9,9 @@ use axum::{
     http::{HeaderMap, StatusCode},
     routing::post,
 };
-use control_proto::capture::{CaptureOutcome, CaptureRequest, Limits, Prompt, Row, write_response};
+use control_proto::capture::{
+    CaptureOutcome, CaptureRequest, FailureCause, Limits, Prompt, Row, write_response,
+};
 use indexmap::IndexMap;
 use transport_core::{
     Dtype, MemoryTransport, Publication, PublishOptions, Ready, RegionSlice, StoreId, Tensor,
@@ -45,6 +47,8 @@ enum Does {
     Twice,
     /// Puts the request off.
     Busy,
+    /// Says of each sample that it failed for this.
+    Refuses(FailureCause),
     /// Fails.
     Broken,
     /// Answers late.
@@ -80,11 +84,12 @@ async fn generate(
     match does {
         Does::Busy => return (StatusCode::SERVICE_UNAVAILABLE, b"busy".to_vec()),
         Does::Broken => return (StatusCode::INTERNAL_SERVER_ERROR, b"broken".to_vec()),
+        Does::Refuses(cause) => return room::refuse(&request, Some(cause)),
         Does::Late => tokio::time::sleep(Duration::from_millis(400)).await,
         Does::InPieces(most) => {
             let large = |prompt: &Prompt| prompt.input_ids.len() > most;
             if request.prompts.iter().any(large) && !server.empty_within(&headers).await {
-                return room::refuse(&request);
+                return room::refuse(&request, None);
             }
         }
         _ => {}
@@ -140,7 +145,7 @@ async fn generate(
 
 fn failed_row(prompt: &Prompt, error: &str) -> Row {
     let (sample_id, error) = (prompt.sample.sample.sample_id.clone(), error.into());
-    let outcome = CaptureOutcome::Failed { sample_id, error, retryable: true };
+    let outcome = CaptureOutcome::Failed { sample_id, error, retryable: true, cause: None };
     Row { outcome, checksums: None }
 }
 
@@ -519,19 +524,6 @@ async fn d18_the_hard_cap_frees_what_it_refuses() {
         text.lines().count() as u64
     };
     assert_eq!(server.resident().await, published, "only what consumers own is left");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_busy_server_is_asked_again_and_never_dropped() {
-    let (server, url) = Server::start(&[Does::Busy; 3], Does::Good).await;
-    let Client { samples, client, .. } = client(&server, &url);
-    let folder = tempfile::tempdir().unwrap();
-    let producer =
-        Producer::new(options(&[&url]), client, samples, folder.path(), marks()).unwrap();
-    let running = tokio::spawn(producer.run(List::new(4)));
-    settle_all(folder.path(), usize::MAX).await;
-    let produced = running.await.unwrap().unwrap();
-    assert_eq!((produced.published, produced.servers_dropped), (4, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]

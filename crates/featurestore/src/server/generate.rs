@@ -13,10 +13,10 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use capture_arena::{ReserveOptions, SamplePlan};
+use capture_arena::{BATCHES_BEFORE, ReserveOptions, SamplePlan};
 use control_proto::capture::{
-    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, ChecksumKind, HOLDER_HEADER, PATIENCE_HEADER,
-    Prompt, Row, write_response,
+    CHECKSUMS_HEADER, CaptureOutcome, CaptureRequest, ChecksumKind, FailureCause, HOLDER_HEADER,
+    PATIENCE_HEADER, Prompt, Row, write_response,
 };
 use indexmap::IndexMap;
 use tokio::{sync::OwnedSemaphorePermit, time::timeout};
@@ -208,7 +208,7 @@ async fn capture(state: &Arc<Shared>, work: &Arc<Asking>, asked: Asked) -> Vec<R
             )),
             Err(error) => {
                 bump(&state.counts.failed, 1);
-                rows[i] = Some(failed(prompt, &error, false));
+                rows[i] = Some(failed(prompt, &error));
             }
         }
     }
@@ -232,7 +232,7 @@ async fn capture(state: &Arc<Shared>, work: &Arc<Asking>, asked: Asked) -> Vec<R
                 bump(&state.counts.failed, places.len() as u64);
                 tracing::info!(%error, samples = places.len(), "a batch was not captured");
                 for place in places {
-                    rows[place] = Some(failed(&prompts[place], &error, error.is_temporary()));
+                    rows[place] = Some(failed(&prompts[place], &error));
                 }
             }
         }
@@ -267,9 +267,15 @@ async fn publish(
     Ok(described.into_iter().zip(sums).map(row).collect())
 }
 
-fn failed(prompt: &Prompt, error: &Error, retryable: bool) -> Row {
+fn failed(prompt: &Prompt, error: &Error) -> Row {
     let sample_id = prompt.sample.sample.sample_id.clone();
-    let outcome = CaptureOutcome::Failed { sample_id, error: error.to_string(), retryable };
+    let retryable = error.is_temporary();
+    let cause = Some(match error.kind() {
+        ErrorKind::CapacityExceeded if retryable => FailureCause::NoRoom,
+        ErrorKind::Busy if error.context(BATCHES_BEFORE).is_some() => FailureCause::Queued,
+        _ => FailureCause::Other,
+    });
+    let outcome = CaptureOutcome::Failed { sample_id, error: error.to_string(), retryable, cause };
     Row { outcome, checksums: None }
 }
 

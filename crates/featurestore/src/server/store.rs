@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use capture_arena::{ReserveOptions, SamplePlan};
+use capture_arena::{BATCHES_BEFORE, ReserveOptions, SamplePlan};
 use transport_core::{
     Descriptor, Error, ErrorKind, FeatureName, Health, Publication, PublishOptions, Ready,
     RegionMut, Result, SampleKey, Tensor, TensorMeta, Transport,
@@ -80,7 +80,8 @@ impl StorePublisher {
             |error: Error| error.remedy("give a larger --pool, or send fewer prompts at a time");
         let turn = tokio::time::timeout(deadline, self.turn.lock()).await;
         let _turn = turn.map_err(|_| {
-            late(Error::new(ErrorKind::Timeout, "reserve", "no staging memory in time"))
+            let why = "batches that came before wait for staging memory, and none overtakes them";
+            late(Error::new(ErrorKind::Busy, "reserve", why).with(BATCHES_BEFORE, "at least 1"))
         })?;
         loop {
             let staged: Result<Vec<Staged>> =

@@ -5,9 +5,28 @@ use transport_core::Release;
 
 use super::*;
 
-/// Says of each sample that there is no room.
-pub(super) fn refuse(request: &CaptureRequest) -> (StatusCode, Vec<u8>) {
-    let row = |prompt| failed_row(prompt, "no room in one piece");
+const QUEUED: Does = Does::Refuses(FailureCause::Queued);
+const FAILED: Does = Does::Refuses(FailureCause::Other);
+const FULL: Does = Does::Refuses(FailureCause::NoRoom);
+
+/// Says of each sample that it failed, for this or for want of room.
+pub(super) fn refuse(
+    request: &CaptureRequest,
+    cause: Option<FailureCause>,
+) -> (StatusCode, Vec<u8>) {
+    let says = match cause {
+        Some(FailureCause::Queued) => "others came before",
+        Some(FailureCause::Other) => "cached prefix",
+        _ => "no room in one piece",
+    };
+    let row = |prompt| {
+        let mut row = failed_row(prompt, says);
+        let CaptureOutcome::Failed { cause: of_row, .. } = &mut row.outcome else {
+            unreachable!("it failed");
+        };
+        *of_row = cause;
+        row
+    };
     let rows: Vec<Row> = request.prompts.iter().map(row).collect();
     let mut out = Vec::new();
     write_response(&mut out, request.form, request.batched, &rows).unwrap();
@@ -71,4 +90,67 @@ async fn a_sample_without_room_lets_others_finish_the_window() {
         assert_eq!((produced.published, produced.retries), (13, 0), "not one attempt failed");
         assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     }
+}
+
+/// A client whose requests never wait, and which can tell by nothing but the server's word what was in
+/// the way.
+fn impatient(server: &Server, url: &str) -> Client {
+    let Client { samples, endpoints, .. } = client(server, url);
+    let mut options = CaptureOptions::new(StoreId::new("run").unwrap(), layout());
+    options.patience = Some(Duration::ZERO);
+    let client = CaptureClient::new(options, samples.clone(), endpoints.clone());
+    Client { samples, endpoints, client }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_that_others_are_before_is_told_from_one_without_room() {
+    for (does, kind, says, not) in [
+        (QUEUED, PUT_OFF, "the servers put a prompt off", "room"),
+        (Does::Busy, PUT_OFF, "the servers put a prompt off", "room"),
+        (FULL, NO_ROOM, "no server had room", "put off"),
+        (FAILED, ErrorKind::Unexpected, "a prompt cannot be captured", "room"),
+    ] {
+        let (server, url) = Server::start(&[], does).await;
+        let Client { samples, client, .. } = impatient(&server, &url);
+        let (_, outcome) = client.capture(&url, tasks(1)).await.prompts.remove(0);
+        let error = outcome.unwrap_err();
+        assert_eq!((error.kind(), error.is_temporary()), (kind, true), "{does:?}: {error}");
+        let folder = tempfile::tempdir().unwrap();
+        let mut options = options(&[&url]);
+        (options.room_timeout, options.attempts) = (Duration::ZERO, 1);
+        let producer = Producer::new(options, client, samples, folder.path(), marks()).unwrap();
+        let error = producer.run(List::new(1)).await.unwrap_err();
+        assert!(!error.is_temporary() && (error.kind() == kind || does == FAILED), "{error}");
+        let error = error.to_string();
+        assert!(error.contains(says) && !error.contains(not), "{does:?}: {error}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_server_is_asked_again_and_never_dropped() {
+    let (server, url) = Server::start(&[Does::Busy; 3], Does::Good).await;
+    let Client { samples, client, .. } = client(&server, &url);
+    let folder = tempfile::tempdir().unwrap();
+    let producer =
+        Producer::new(options(&[&url]), client, samples, folder.path(), marks()).unwrap();
+    let running = tokio::spawn(producer.run(List::new(4)));
+    settle_all(folder.path(), usize::MAX).await;
+    let produced = running.await.unwrap().unwrap();
+    assert_eq!((produced.published, produced.servers_dropped), (4, 0));
+}
+
+/// Being put off is no failed attempt of the prompt, however often it happens.
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_that_are_put_off_come_later_and_have_all_their_attempts() {
+    let off = [QUEUED, Does::Busy, QUEUED, Does::Busy, QUEUED, Does::Busy];
+    let (server, url) = Server::start(&off, Does::Good).await;
+    let Client { samples, client, .. } = impatient(&server, &url);
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = options(&[&url]);
+    options.attempts = 1;
+    let producer = Producer::new(options, client, samples, folder.path(), marks()).unwrap();
+    let running = tokio::spawn(producer.run(List::new(4)));
+    settle_all(folder.path(), usize::MAX).await;
+    let produced = running.await.unwrap().unwrap();
+    assert_eq!((produced.published, produced.retries, produced.servers_dropped), (4, 0, 0));
 }
