@@ -16,6 +16,10 @@ use transport_mooncake_store::{DeviceMemory, StoreConfig, StoreTransport};
 use super::direct::pool_too_large;
 use crate::config::Config;
 
+/// Most page-locked memory that a transport over the store begins with.
+#[cfg(feature = "store")]
+const ON_THE_WAY: ByteSize = ByteSize::mib(2 << 10);
+
 /// The GPU that is received on, opened.
 #[derive(Debug)]
 pub(super) struct OnDevice(Device);
@@ -47,8 +51,8 @@ impl OnDevice {
         Ok(builder.engine(Engine::Tcp).pool(pool).staging(staging))
     }
 
-    /// Reads the store into a pool of that size on this device; that on the host, which is as large and
-    /// page-locked, holds samples on their way only.
+    /// Reads the store into a pool of that size on this device; that on the host, which is page-locked,
+    /// holds samples on their way only, and grows beyond [`ON_THE_WAY`] where these ask for more.
     #[cfg(feature = "store")]
     pub(super) fn start_store(
         self,
@@ -59,6 +63,7 @@ impl OnDevice {
     ) -> Result<StoreTransport> {
         let memory = DeviceMemory::new(&self.0).map_err(of_receive)?;
         let memory = memory.receive_in(pool_on(&self.0, pool)?)?;
+        let config = config.pool(pool, pool.min(ON_THE_WAY));
         let started = StoreTransport::start_on_device(api, config, reader, memory);
         // What is short then is memory of the host, to have or to lock.
         let is_short = |e: &Error| e.kind() == transport_core::ErrorKind::CapacityExceeded;
