@@ -23,7 +23,7 @@ use serde_json::Value;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     process::{Child, ChildStdin, Command},
-    sync::oneshot,
+    sync::{mpsc, oneshot},
 };
 use transport_core::{
     Capabilities, ClientId, Descriptor, Error, ErrorKind, FeatureName, FetchOptions, FetchRequest,
@@ -200,10 +200,7 @@ impl Drop for Asking<'_> {
             let mut question = line("drop");
             (question.id, question.deadline_ms) = (u64::MAX, self.id);
             let text = serde_json::to_string(&question).expect("plain data") + "\n";
-            let stdin = self.publisher.stdin.clone();
-            tokio::spawn(async move {
-                let _ = stdin.lock().await.write_all(text.as_bytes()).await; // it may be dead
-            });
+            let _ = self.publisher.questions.send(text.into_bytes()); // it may be dead
         }
     }
 }
@@ -213,7 +210,8 @@ type Pending = Arc<Mutex<HashMap<u64, oneshot::Sender<Answer>>>>;
 /// A publisher in a process of its own, which ends with this.
 pub struct RemotePublisher {
     info: TransportInfo,
-    stdin: Arc<tokio::sync::Mutex<ChildStdin>>,
+    /// What is written to the process, in this order: who gives a question up does so after it.
+    questions: mpsc::UnboundedSender<Vec<u8>>,
     pending: Pending,
     next: AtomicU64,
     child: Mutex<Child>,
@@ -244,13 +242,15 @@ impl RemotePublisher {
             }
             waiting.lock().expect("no panic").clear(); // nobody will answer any more
         });
+        let (questions, asked) = mpsc::unbounded_channel();
+        tokio::spawn(write(asked, stdin, pending.clone()));
         let mut capabilities = Capabilities::default();
         capabilities.publish = true;
         capabilities.staleness_checked = true;
         capabilities.leases = true;
         Ok(Self {
             info: TransportInfo::new("direct", "another process", capabilities),
-            stdin: Arc::new(tokio::sync::Mutex::new(stdin)),
+            questions,
             pending,
             next: AtomicU64::new(1),
             child: Mutex::new(child),
@@ -275,18 +275,9 @@ impl RemotePublisher {
         let (send, receive) = oneshot::channel();
         self.pending.lock().expect("no panic").insert(line.id, send);
         let mut asking = Asking { publisher: self, id: line.id, answered: false };
-        let text = serde_json::to_string(&line).expect("plain data") + "\n";
-        let (stdin, bytes) = (self.stdin.clone(), bytes.to_vec());
-        // A task of its own: half a question, left by an asker that went away, would spoil the next.
-        tokio::spawn(async move {
-            let mut stdin = stdin.lock().await;
-            stdin.write_all(text.as_bytes()).await?;
-            stdin.write_all(&bytes).await?;
-            stdin.flush().await
-        })
-        .await
-        .expect("writing does not panic")
-        .map_err(|_| gone())?;
+        let mut text = (serde_json::to_string(&line).expect("plain data") + "\n").into_bytes();
+        text.extend_from_slice(bytes);
+        self.questions.send(text).map_err(|_| gone())?;
         let answer = receive.await.map_err(|_| gone())?;
         asking.answered = true;
         match answer.failure {
@@ -294,6 +285,21 @@ impl RemotePublisher {
             None => Ok(answer.ok.unwrap_or_default()),
         }
     }
+}
+
+/// Writes whole questions: half of one, left by an asker that went away, would spoil the next.
+async fn write(
+    mut questions: mpsc::UnboundedReceiver<Vec<u8>>,
+    mut stdin: ChildStdin,
+    pending: Pending,
+) {
+    while let Some(question) = questions.recv().await {
+        if stdin.write_all(&question).await.is_err() || stdin.flush().await.is_err() {
+            break;
+        }
+    }
+    questions.close(); // in this order: who asks from now on is told at once
+    pending.lock().expect("no panic").clear();
 }
 
 fn line(op: &str) -> Line {

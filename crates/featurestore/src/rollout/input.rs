@@ -274,4 +274,21 @@ mod tests {
             assert!(bad.parse::<PayloadSpec>().is_err(), "{bad:?}");
         }
     }
+
+    #[test]
+    fn a_file_that_its_tensors_do_not_cover_is_refused_with_the_reason() {
+        let real = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/minilm-capture");
+        let mut bytes = std::fs::read(format!("{real}/minilm-0000.safetensors")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("odd.safetensors");
+        std::fs::write(&path, &bytes).unwrap();
+        assert_eq!(read_file(&path).unwrap().len(), 4);
+        bytes.extend(b"more");
+        std::fs::write(&path, &bytes).unwrap();
+        let Err(error) = read_file(&path) else { panic!("it is refused") };
+        let length = bytes.len().to_string();
+        assert_eq!(error.context("bytes"), Some(&*length), "{error}");
+        assert!(error.context("reason").is_some_and(|it| it.contains("not fully covered")));
+        assert!(error.to_string().contains("odd.safetensors"), "{error}");
+    }
 }
