@@ -293,9 +293,10 @@ impl Residents {
     /// Frees are confirmed. What has become pending under the same key meanwhile stays so.
     pub(super) fn confirm(&mut self, freed: &[Arc<Descriptor>]) {
         for descriptor in freed {
-            let sent = self.pending.get(&descriptor.sample);
-            if sent.is_some_and(|sent| Arc::ptr_eq(sent, descriptor)) {
-                self.pending.remove(&descriptor.sample);
+            if let Some((key, pending)) = self.pending.remove_entry(&descriptor.sample)
+                && !Arc::ptr_eq(&pending, descriptor)
+            {
+                self.pending.insert(key, pending);
             }
         }
     }

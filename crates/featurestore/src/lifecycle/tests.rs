@@ -135,6 +135,22 @@ async fn a_free_that_fails_is_over_here_and_never_forgotten() {
 }
 
 #[tokio::test]
+async fn what_becomes_pending_while_its_key_is_being_freed_stays_so() {
+    let (_, samples) = store(Retention::default());
+    let first = put(&samples, "a").await;
+    samples.abort(&id("a")).await;
+    let second = put(&samples, "a").await;
+    assert_eq!(first.sample, second.sample);
+    let mut books = Residents::new(Retention::default());
+    books.settle(std::slice::from_ref(&first)); // and its server is asked to
+    books.settle(std::slice::from_ref(&second));
+    books.confirm(&[first.clone()]);
+    assert!(Arc::ptr_eq(&books.pending[&second.sample], &second));
+    books.confirm(&[second, first]);
+    assert!(books.pending.is_empty());
+}
+
+#[tokio::test]
 async fn d11_a_drain_is_bounded_and_hides_no_leak() {
     let (flaky, samples) = store(Retention::default());
     put(&samples, "a").await;
