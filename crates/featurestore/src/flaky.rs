@@ -11,7 +11,7 @@ use transport_core::{
     TransportInfo,
 };
 
-/// A memory transport that fails `release`, and never completes `fetch`, while it is told to.
+/// A memory transport that fails `release`, or completes neither it nor `fetch`, while it is told to.
 #[derive(Debug)]
 pub(crate) struct Flaky {
     pub(crate) inner: MemoryTransport,
@@ -48,6 +48,9 @@ impl Transport for Flaky {
         self.inner.fetch(requests, options).await
     }
     async fn release(&self, releases: Vec<Release>) -> Result<ReleaseReport> {
+        if self.stalled.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
         if self.broken.load(Ordering::Relaxed) {
             return Err(Error::new(ErrorKind::PeerGone, "release", "cut off"));
         }

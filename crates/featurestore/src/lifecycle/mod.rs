@@ -17,7 +17,9 @@ mod tests;
 
 use std::{
     collections::HashSet,
+    future::poll_fn,
     sync::Arc,
+    task::Poll,
     time::{Duration, Instant},
 };
 
@@ -35,6 +37,9 @@ use residents::Residents;
 pub use residents::{LeaseToken, Released, Retention};
 
 use crate::token::TokenReleaser;
+
+/// Samples in arenas that are freed in one call, as parts of a step: a line or two for each server.
+const PART: usize = 128;
 
 /// Samples of one run over one transport. Cheap to share behind an [`Arc`].
 ///
@@ -259,13 +264,26 @@ impl Samples {
     /// Frees samples that need not have been adopted here, such as those that a ledger names after
     /// a restart.
     pub async fn settle(&self, samples: &[Arc<Descriptor>]) -> Freed {
-        let batch = {
-            let mut books = self.books.lock();
-            books.settle(samples);
-            let pending = |sample: &Arc<Descriptor>| books.pending.get(&sample.sample).cloned();
-            samples.iter().filter_map(pending).collect()
-        };
-        self.send(batch).await
+        let mut freed = Freed::default();
+        let mut sent = Vec::new();
+        // All of it is freed here, and on its way, before anything is waited for.
+        for part in parts(samples) {
+            let batch = {
+                let mut books = self.books.lock();
+                books.settle(part);
+                let pending = |sample: &Arc<Descriptor>| books.pending.get(&sample.sample).cloned();
+                part.iter().filter_map(pending).collect()
+            };
+            let mut sending = Box::pin(self.send(batch));
+            match poll_fn(|cx| Poll::Ready(sending.as_mut().poll(cx))).await {
+                Poll::Ready(part) => freed.add(part),
+                Poll::Pending => sent.push(sending),
+            }
+        }
+        for sending in sent {
+            freed.add(sending.await);
+        }
+        freed
     }
 
     /// Ends leases whose time is over, frees what has been held too long and is not read, and
@@ -508,6 +526,13 @@ impl Samples {
             Some((_, _, error)) => Err(error),
         }
     }
+}
+
+/// The parts in which a step is freed: what lies in arenas in several, so that their servers work on
+/// one while the next is looked for; anything else in one.
+fn parts(samples: &[Arc<Descriptor>]) -> std::slice::Chunks<'_, Arc<Descriptor>> {
+    let in_arenas = samples.iter().all(|sample| matches!(sample.location, Location::Arena(_)));
+    samples.chunks(if in_arenas { PART } else { samples.len().max(1) })
 }
 
 fn keys(samples: &[Arc<Descriptor>]) -> Vec<SampleKey> {

@@ -37,6 +37,14 @@ pub struct Freed {
     pub pending: u64,
 }
 
+impl Freed {
+    pub(super) fn add(&mut self, other: Self) {
+        self.freed += other.freed;
+        self.already_gone += other.already_gone;
+        self.pending += other.pending;
+    }
+}
+
 /// What [`Samples::gc`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]

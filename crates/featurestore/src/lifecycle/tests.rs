@@ -151,6 +151,26 @@ async fn what_becomes_pending_while_its_key_is_being_freed_stays_so() {
 }
 
 #[tokio::test]
+async fn a_step_of_many_parts_is_freed_here_before_anything_is_waited_for() {
+    let (flaky, samples) = store(Retention::default());
+    let mut step = Vec::new();
+    for i in 0..2 * PART + 7 {
+        step.push(put(&samples, &format!("s{i}")).await);
+    }
+    flaky.stalled.store(true, Ordering::Relaxed);
+    let mut settling = Box::pin(samples.settle(&step));
+    assert!(poll_fn(|cx| Poll::Ready(settling.as_mut().poll(cx))).await.is_pending());
+    let health = samples.health();
+    assert_eq!((health.resident_samples, health.release_pending), (0, step.len() as u64));
+    drop(settling); // nothing is forgotten with it
+    flaky.stalled.store(false, Ordering::Relaxed);
+    let freed = samples.settle(&step).await;
+    assert_eq!((freed.freed, freed.already_gone, freed.pending), (step.len() as u64, 0, 0));
+    assert_eq!((samples.release_pending(), resident(&flaky).await), (0, 0));
+    assert_eq!(samples.settle(&[]).await, Freed::default());
+}
+
+#[tokio::test]
 async fn d11_a_drain_is_bounded_and_hides_no_leak() {
     let (flaky, samples) = store(Retention::default());
     put(&samples, "a").await;
