@@ -144,7 +144,7 @@ async fn what_becomes_pending_while_its_key_is_being_freed_stays_so() {
     let mut books = Residents::new(Retention::default());
     books.settle(std::slice::from_ref(&first)); // and its server is asked to
     books.settle(std::slice::from_ref(&second));
-    books.confirm(&[first.clone()]);
+    books.confirm(std::slice::from_ref(&first));
     assert!(Arc::ptr_eq(&books.pending[&second.sample], &second));
     books.confirm(&[second, first]);
     assert!(books.pending.is_empty());
