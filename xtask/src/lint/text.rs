@@ -21,6 +21,7 @@ const LONG_FILES: &[(&str, &str)] = &[];
 /// Where `unsafe` may stand, a source or a folder of them, and what for.
 const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("benches/benches/arena.rs", "counts what the books allocate"),
+    ("benches/examples/cuda_store.rs", "copies between addresses"),
     ("crates/capture-arena/src/backing", "maps memory"),
     ("crates/capture-arena/src/backing.rs", "maps memory"),
     ("crates/capture-arena/src/cuda", "calls the CUDA driver"),
@@ -31,6 +32,7 @@ const UNSAFE_PLACES: &[(&str, &str)] = &[
     ("crates/mooncake-sys", "calls C libraries, in its tests too"),
     ("crates/transport-core/examples/dlpack_export.rs", "hands tensors to Python as C structs"),
     ("crates/rollout-codec/examples/dlpack_rollout.rs", "is loaded by Python as a C library is"),
+    ("crates/transport-mooncake-store/tests/device.rs", "queues work of a producer"),
     ("crates/transport-mooncake-store/tests/fake", "is called as a C library is"),
     ("crates/transport-mooncake-store/tests/lent", "passes such calls on"),
     ("crates/transport-mooncake-store/tests/reference.rs", "passes such calls on"),
