@@ -6,7 +6,7 @@ use std::{
     cell::Cell,
     collections::HashMap,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, Weak},
+    sync::{Arc, Mutex, PoisonError, Weak},
     thread::{self, JoinHandle},
     time::Instant,
 };
@@ -49,7 +49,9 @@ struct Owner {
     inbox: Option<Receiver<Command>>, // until the end
     replies: HashMap<Ticket, oneshot::Sender<Result<Granted>>>,
     last_ticket: Ticket,
-    wakes: Option<Instant>, // when the owner thread does, if nothing is sent
+    /// When the owner thread does, if nothing is sent. Where something is due before that, there is
+    /// a [`Command::Look`] in the inbox: whoever takes it out sees to the next.
+    wakes: Option<Instant>,
 }
 
 impl Desk {
@@ -103,8 +105,9 @@ impl Desk {
         if command.weight() > HERE {
             return Err(command);
         }
-        let Ok(mut owner) = self.owner.try_lock() else { return Err(command) };
         let _here = Here::come();
+        let _watch = Watch::over(&self.owner); // ends after the lock
+        let Ok(mut owner) = self.owner.try_lock() else { return Err(command) };
         owner.serve(command)
     }
 
@@ -132,12 +135,33 @@ impl Drop for Here {
     }
 }
 
+/// Ends an arena at whose books somebody panics: nobody knows what is in them then.
+struct Watch<'a> {
+    owner: &'a Mutex<Owner>,
+    panicked: bool, // before
+}
+
+impl<'a> Watch<'a> {
+    fn over(owner: &'a Mutex<Owner>) -> Self {
+        Self { owner, panicked: thread::panicking() }
+    }
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() && !self.panicked {
+            self.owner.lock().unwrap_or_else(PoisonError::into_inner).abandon();
+        }
+    }
+}
+
 /// The owner thread: does what others leave to it, and what is due by itself.
 fn run(desk: &Mutex<Owner>, inbox: Receiver<Command>) {
     let _here = Here::come();
+    let _watch = Watch::over(desk);
     loop {
         // Taken out only by who is at the books: what waits here was asked before.
-        let Ok(wakes) = desk.lock().map(|mut owner| owner.rests()) else { break };
+        let Ok(wakes) = desk.lock().map(|mut owner| owner.rests()) else { return };
         if spin(|| (!inbox.is_empty()).then_some(())).is_none() {
             let mut select = Select::new();
             select.recv(&inbox);
@@ -146,14 +170,11 @@ fn run(desk: &Mutex<Owner>, inbox: Receiver<Command>) {
                 None => drop(select.ready()),
             }
         }
-        let Ok(mut owner) = desk.lock() else { break };
+        let Ok(mut owner) = desk.lock() else { return };
         if !owner.work() {
             return owner.end();
         }
     }
-    // Somebody panicked at the books: nobody knows what is in them.
-    tracing::error!("the arena is closed after a panic");
-    desk.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).inbox = None;
 }
 
 impl Owner {
@@ -202,7 +223,7 @@ impl Owner {
         let due = self.books.next_deadline();
         if due.is_some_and(|due| self.wakes.is_none_or(|wakes| due < wakes)) {
             self.wakes = due;
-            let _ = self.commands.send(Command::Look); // the thread sleeps for too long
+            let _ = self.commands.send(Command::Look); // the thread would sleep for too long
         }
         left
     }
@@ -215,13 +236,23 @@ impl Owner {
     fn end(&mut self) {
         for ticket in self.books.close() {
             if let Some(reply) = self.replies.remove(&ticket) {
-                let _ = reply.send(Err(closed("reserve")));
+                send(reply, Err(closed("reserve"))).ok(); // or nobody waits any more
             }
         }
         while let Some(command) = self.next() {
             self.handle(command);
         }
         self.inbox = None;
+    }
+
+    /// Has whoever waits, and whoever comes, told that the arena is closed.
+    fn abandon(&mut self) {
+        tracing::error!("the arena is closed after a panic");
+        self.inbox = None;
+        for (_, reply) in self.replies.drain() {
+            send(reply, Err(closed("reserve"))).ok(); // or nobody waits any more
+        }
+        let _ = self.commands.send(Command::Look); // the owner thread finds out, and ends
     }
 
     fn answer_waiting(&mut self) {
@@ -250,7 +281,7 @@ impl Owner {
             let guard = FillGuard::new(grant.batch, desk, self.backing.clone());
             Granted { grant, guard: Arc::new(guard) }
         });
-        let _ = reply.send(granted);
+        drop(send(reply, granted));
     }
 
     /// Does what is asked; false to end.
@@ -268,7 +299,7 @@ impl Owner {
             Command::Publish { batch, reply } => {
                 let lives = self.books.publish_lives(batch, now);
                 let births = lives.map(|lives| Births::new(lives, self.commands.clone()));
-                if let Err(Ok(unheard)) = reply.send(births) {
+                if let Err(Ok(unheard)) = send(reply, births) {
                     self.books.unpublish(&unheard.heard()); // before anything asked later
                 }
             }
@@ -289,15 +320,24 @@ impl Owner {
             Command::Lost(client) => self.books.client_lost(&client, now),
             Command::Bye(client) => self.books.client_bye(&client, now),
             Command::Greet(client, lease, mark, reply) => {
-                drop(reply.send(self.books.client_greets(&client, lease, mark, now)));
+                drop(send(reply, self.books.client_greets(&client, lease, mark, now)));
             }
             Command::Reclaim(object) => self.books.reclaim(object),
-            Command::Health(reply) => drop(reply.send(self.books.health(now))),
-            Command::Look => {}
+            Command::Health(reply) => drop(send(reply, self.books.health(now))),
+            Command::Look => self.wakes = None,
             Command::Close => return false,
         }
         true
     }
+}
+
+/// Answers a question; gives the answer back if nobody waits for it. Whoever waits may panic when it
+/// is woken, and takes nobody with it.
+fn send<T>(reply: oneshot::Sender<T>, answer: T) -> std::result::Result<(), T> {
+    catch_unwind(AssertUnwindSafe(|| reply.send(answer))).unwrap_or_else(|_| {
+        tracing::error!("somebody who waited for an arena has panicked");
+        Ok(())
+    })
 }
 
 /// Calls a reply; one that panics does not take the owner thread with it.
@@ -311,24 +351,115 @@ fn call<T>(reply: Option<Box<dyn FnOnce(T) + Send>>, outcome: T) {
 
 #[cfg(test)]
 mod tests {
-    use transport_core::ErrorKind;
+    use std::{
+        sync::{
+            atomic::{AtomicU64, Ordering},
+            mpsc,
+        },
+        time::Duration,
+    };
 
-    use super::super::{Arena, ArenaConfig};
+    use transport_core::{Dtype, ErrorKind, FeatureName, SampleId, SampleKey, StoreId, TensorMeta};
+
+    use super::super::{Arena, ArenaConfig, ReserveOptions};
     use super::*;
+    use crate::SamplePlan;
+
+    /// A reservation that waits, on a thread of its own.
+    fn waits(arena: &Arena, for_ms: u64) -> mpsc::Receiver<ErrorKind> {
+        let (said, hears) = mpsc::channel();
+        let arena = arena.clone();
+        thread::spawn(move || said.send(ask(&arena, for_ms).unwrap_err().kind()));
+        hears
+    }
+
+    fn ask(arena: &Arena, for_ms: u64) -> Result<crate::Reservation> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed).to_string();
+        let sample =
+            SampleKey::new(StoreId::new("s")?, SampleId::new(id)?, transport_core::Generation(1));
+        let meta = TensorMeta::new(Dtype::Uint8, [4096])?;
+        let objects = vec![(FeatureName::new("t")?, meta)];
+        let options = ReserveOptions::default().deadline(Duration::from_millis(for_ms));
+        arena.reserve_blocking(vec![SamplePlan { sample, objects, holder: None }], options)
+    }
+
+    fn full() -> (Arena, crate::Reservation) {
+        let arena = Arena::start(Backing::heap(4096).unwrap(), ArenaConfig::default()).unwrap();
+        let all = ask(&arena, 1000).unwrap();
+        (arena, all)
+    }
 
     #[test]
     fn a_panic_at_the_books_closes_the_arena() {
-        let arena = Arena::start(Backing::heap(4096).unwrap(), ArenaConfig::default()).unwrap();
-        assert!(arena.health_blocking().is_ok());
+        let (arena, _all) = full();
+        let waiting = waits(&arena, 60_000);
+        while arena.health_blocking().unwrap().waiting_batches == 0 {
+            thread::yield_now();
+        }
         let owner = arena.0.desk.owner.clone();
         let panics = thread::spawn(move || {
+            let _watch = Watch::over(&owner);
             let _at_the_books = owner.lock().unwrap();
             panic!("scripted");
         });
         assert!(panics.join().is_err());
+        let soon = Duration::from_secs(10);
+        assert_eq!(waiting.recv_timeout(soon).unwrap(), ErrorKind::Closed);
         for _ in 0..2 {
             assert_eq!(arena.health_blocking().unwrap_err().kind(), ErrorKind::Closed);
         }
         arena.close();
+    }
+
+    /// Whoever is woken may panic, on the owner thread or on that of somebody who asks.
+    #[test]
+    fn a_waker_that_panics_takes_nobody_with_it() {
+        struct Panics;
+        impl std::task::Wake for Panics {
+            fn wake(self: Arc<Self>) {
+                panic!("scripted");
+            }
+        }
+        let (arena, _all) = full();
+        let (reply, answer) = oneshot::channel();
+        let mut answer = std::pin::pin!(answer);
+        let waker = Arc::new(Panics).into();
+        let mut context = std::task::Context::from_waker(&waker);
+        assert!(answer.as_mut().poll(&mut context).is_pending());
+        arena.0.desk.ask("health", Command::Health(reply)).unwrap();
+        assert!(arena.health_blocking().is_ok());
+        assert_eq!(waits(&arena, 5).recv().unwrap(), ErrorKind::CapacityExceeded);
+    }
+
+    /// Several who find no room ask again and again, and nobody else wakes the owner thread: each is
+    /// refused in time, whoever has taken the word to look out of the inbox.
+    #[test]
+    fn a_deadline_is_kept_whoever_asks_meanwhile() {
+        let (arena, _all) = full();
+        let (longest, left) = (Mutex::new(Duration::ZERO), AtomicU64::new(4));
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..300 {
+                        let began = Instant::now();
+                        assert!(ask(&arena, 2).is_err());
+                        let mut longest = longest.lock().unwrap();
+                        *longest = longest.max(began.elapsed());
+                    }
+                    left.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+            // Wakes the owner thread where all stand still, so that the test ends.
+            let began = Instant::now();
+            while left.load(Ordering::SeqCst) > 0 {
+                thread::sleep(Duration::from_millis(20));
+                if began.elapsed() > Duration::from_secs(5) {
+                    arena.client_lost(&transport_core::ClientId::random());
+                }
+            }
+        });
+        let longest = *longest.lock().unwrap();
+        assert!(longest < Duration::from_secs(2), "{longest:?}");
     }
 }
