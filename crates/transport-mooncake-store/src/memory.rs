@@ -129,9 +129,17 @@ impl Memory {
                 return Ok(region);
             }
         }
-        let have: u64 = chunks.iter().map(|c| c.pool.stats().capacity).sum();
-        let room = self.limit - have.min(self.limit);
+        let bytes = |chunks: &[Chunk]| chunks.iter().map(|c| c.pool.stats().capacity).sum::<u64>();
         let need = (len as u64).next_multiple_of(capture_arena::UNIT);
+        let idle = |chunk: &Chunk| chunk.pool.stats().live_regions == 0;
+        let idle_bytes: u64 =
+            chunks.iter().filter(|c| idle(c)).map(|c| c.pool.stats().capacity).sum();
+        let mut room = self.limit - bytes(&chunks).min(self.limit);
+        if need > room && need <= room.saturating_add(idle_bytes) {
+            // What was made for smaller regions, and is not in use, makes way for a larger one.
+            chunks.retain(|chunk| !idle(chunk));
+            room = self.limit - bytes(&chunks).min(self.limit);
+        }
         if need > room {
             let free: u64 = chunks.iter().map(|c| c.pool.stats().free).sum();
             drop(chunks);

@@ -45,7 +45,11 @@ pub(crate) fn read_all(
     let config = &shared.config;
     let mut open: Vec<usize> = (0..reads.len()).collect();
     let mut part_bytes = config.part_bytes.get();
-    if !landings.is_empty() {
+    if landings.is_empty() {
+        // All of it stays in the pool until the caller has it: at once, so that no two calls keep what
+        // each other waits for.
+        take(shared, flight, reads, &open, landings)?;
+    } else {
         part_bytes = part_bytes.min(shared.memory.half());
     }
     let mut pause = config.backoff;

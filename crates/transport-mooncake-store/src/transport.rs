@@ -54,6 +54,8 @@ pub(crate) struct Shared {
     pub(crate) segments: Arc<Segments>,
     pub(crate) native: Option<Native>,
     workers: Workers,
+    /// Removes objects: not behind calls that wait for room.
+    remover: Workers,
     /// For what must go on while every other thread waits for a peer that hangs.
     attendant: Workers,
     abandoned_bytes: Arc<AtomicU64>,
@@ -129,7 +131,7 @@ impl StoreTransport {
         };
         let memory = Memory::new(api.clone(), &config, device)?;
         let workers = Workers::start(config.threads)?;
-        let attendant = Workers::start(1)?;
+        let (attendant, remover) = (Workers::start(1)?, Workers::start(1)?);
         let segments = Arc::new(Segments::new(api.clone(), config.segment_silence));
         let shared = Shared {
             config,
@@ -139,6 +141,7 @@ impl StoreTransport {
             segments,
             native,
             workers,
+            remover,
             attendant,
             abandoned_bytes: Arc::default(),
             closed: AtomicBool::new(false),
@@ -234,9 +237,20 @@ impl StoreTransport {
         patience: Duration,
         job: impl FnOnce(&Flight) -> Result<T> + Send + 'static,
     ) -> Result<T> {
+        self.call_on(&self.shared.workers, operation, patience, job).await
+    }
+
+    /// As [`Self::call`], on these threads.
+    async fn call_on<T: Send + 'static>(
+        &self,
+        workers: &Workers,
+        operation: &'static str,
+        patience: Duration,
+        job: impl FnOnce(&Flight) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
         let flight = Flight::new(patience, &self.shared.abandoned_bytes);
         let waiting = Waiting(flight.clone());
-        let answer = self.shared.workers.submit(flight, job);
+        let answer = workers.submit(flight, job);
         let result = match tokio::time::timeout(patience, answer).await {
             Ok(Ok(result)) => result,
             Ok(Err(_lost)) => {
@@ -421,10 +435,8 @@ impl Transport for StoreTransport {
         let samples = release::samples(&releases);
         let claim = self.shared.ledger.claim(samples, patience).await?;
         let shared = self.shared.clone();
-        self.call("release", patience, move |flight| {
-            release::run(&shared, flight, &releases, claim)
-        })
-        .await
+        let job = move |flight: &Flight| release::run(&shared, flight, &releases, claim);
+        self.call_on(&self.shared.remover, "release", patience, job).await
     }
 
     async fn health(&self) -> Result<Health> {
@@ -454,7 +466,8 @@ impl Transport for StoreTransport {
         if !self.shared.config.close_linger.is_zero() {
             self.linger().await;
         }
-        let idle = self.shared.workers.idle(CLOSE_PATIENCE).await;
+        let idle = self.shared.workers.idle(CLOSE_PATIENCE).await
+            && self.shared.remover.idle(CLOSE_PATIENCE).await;
         let drained = self.drain(self.shared.config.removal_patience).await?;
         if !idle {
             return Err(Error::new(ErrorKind::Busy, "close", "a call to the store still runs"));

@@ -195,33 +195,6 @@ async fn sources_in_registered_memory_are_not_copied() {
     }
 }
 
-/// More than the pool has room for at a time is written in several calls, also where several
-/// publishes share it: none keeps a part of what it needs while it waits for the rest.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_copied_through_a_small_pool_goes_in_parts() {
-    let bed = bed_with(|config| {
-        *config = std::mem::take(config).pool(ByteSize::mib(8), ByteSize::mib(8));
-        config.threads = 4;
-    });
-    let big = |id: String| {
-        let meta = TensorMeta::new(Dtype::Uint8, [3u64 << 20]).unwrap();
-        let data = RegionSlice::copy_of(&vec![7; 3 << 20]);
-        let tensors = [(FeatureName::new("t").unwrap(), Tensor::new(meta, data).unwrap())].into();
-        Publication::new(sample(&id), tensors, Ready::Now)
-    };
-    let publishes = (0..4).map(|i| {
-        let batch: Vec<_> = (0..4).map(|j| big(format!("{i}-{j}"))).collect();
-        let transport = bed.transport.clone();
-        let options = PublishOptions::default().deadline(Duration::from_secs(20));
-        tokio::spawn(async move { transport.publish(batch, options).await })
-    });
-    for published in publishes.collect::<Vec<_>>() {
-        published.await.unwrap().unwrap();
-    }
-    assert_eq!(bed.cluster.keys().len(), 16);
-    assert_eq!(bed.transport.stats().copied_bytes, 48 << 20);
-}
-
 #[tokio::test]
 async fn memory_of_the_caller_is_registered_once_and_filled_in_place() {
     let bed = bed();
