@@ -280,9 +280,18 @@ impl Samples {
                 Poll::Pending => sent.push(sending),
             }
         }
-        for sending in sent {
-            freed.add(sending.await);
-        }
+        // Side by side: a server that does not answer is waited for once, not once for each part.
+        poll_fn(|cx| {
+            sent.retain_mut(|sending| match sending.as_mut().poll(cx) {
+                Poll::Ready(part) => {
+                    freed.add(part);
+                    false
+                }
+                Poll::Pending => true,
+            });
+            if sent.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
         freed
     }
 

@@ -164,6 +164,10 @@ async fn a_step_of_many_parts_is_freed_here_before_anything_is_waited_for() {
     assert_eq!((health.resident_samples, health.release_pending), (0, step.len() as u64));
     drop(settling); // nothing is forgotten with it
     flaky.stalled.store(false, Ordering::Relaxed);
+    flaky.broken.store(true, Ordering::Relaxed);
+    let freed = samples.settle(&step).await;
+    assert_eq!((freed.freed, freed.already_gone, freed.pending), (0, 0, step.len() as u64));
+    flaky.broken.store(false, Ordering::Relaxed);
     let freed = samples.settle(&step).await;
     assert_eq!((freed.freed, freed.already_gone, freed.pending), (step.len() as u64, 0, 0));
     assert_eq!((samples.release_pending(), resident(&flaky).await), (0, 0));
