@@ -342,6 +342,14 @@ impl Arena {
         self.0.desk.tell(Command::Free(request, queued));
     }
 
+    /// [`Self::free`], done by this thread, its reply included, before the call returns if nobody is at
+    /// the books and little is asked; by the owner thread otherwise, in the same order.
+    pub fn free_here(&self, request: FreeRequest) {
+        let queued = self.queued(Some(&request.objects));
+        let asked = self.0.desk.ask("free", Command::Free(request, queued));
+        drop(asked); // a closed arena drops the reply without a call
+    }
+
     /// Claims objects; see [`CaptureArena::hold`]. Never blocks. After [`Self::close`] the reply
     /// is dropped without a call.
     pub fn hold(&self, request: HoldRequest) {

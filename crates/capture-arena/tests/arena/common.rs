@@ -66,3 +66,17 @@ pub(crate) fn hold(arena: &Arena, client: &ClientId, objects: ObjectList) -> Hol
     });
     outcome.recv_timeout(Duration::from_secs(10)).unwrap()
 }
+
+/// Has the owner thread at the books until the answer is dropped: it hears of a free for so long.
+pub(crate) fn keep_busy(arena: &Arena) -> std::sync::mpsc::Sender<()> {
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let (begin, begun) = std::sync::mpsc::channel();
+    let many: Vec<_> = (0..100).map(|i| key("nobody's", i)).collect(); // too many to be done in passing
+    let reply = move |_| {
+        begin.send(()).unwrap();
+        let _ = released.recv(); // dropped
+    };
+    arena.free(FreeRequest { client: None, objects: keys(&many), reply: Some(Box::new(reply)) });
+    begun.recv().unwrap();
+    release
+}

@@ -464,20 +464,6 @@ async fn a_dropped_future_gives_everything_up() {
     assert_eq!(arena.health().await.unwrap().resident_samples, 1);
 }
 
-/// Has the owner thread at the books until the answer is dropped: it hears of a free for so long.
-fn keep_busy(arena: &Arena) -> std::sync::mpsc::Sender<()> {
-    let (release, released) = std::sync::mpsc::channel::<()>();
-    let (begin, begun) = std::sync::mpsc::channel();
-    let many: Vec<_> = (0..100).map(|i| key("nobody's", i)).collect(); // too many to be done in passing
-    let reply = move |_| {
-        begin.send(()).unwrap();
-        let _ = released.recv(); // dropped
-    };
-    arena.free(FreeRequest { client: None, objects: keys(&many), reply: Some(Box::new(reply)) });
-    begun.recv().unwrap();
-    release
-}
-
 /// Readers check their bytes while writers publish, replace and free as fast as they can.
 #[test]
 fn readers_never_see_the_next_owner() {

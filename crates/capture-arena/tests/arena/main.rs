@@ -2,6 +2,7 @@
 #![cfg(not(loom))]
 
 mod common;
+mod here;
 mod lifetimes;
 mod model;
 mod model_clients;

@@ -10,6 +10,10 @@ use transport_core::{ClientId, Epoch, ErrorKind};
 
 use super::{Client, Counters, Peer, Poller};
 
+/// Objects of a free that the listener's own thread does: waking another one would take about as long.
+/// While more are freed there, the next line is read here.
+const FREED_HERE: usize = 64;
+
 impl Poller {
     pub(super) fn obey(&mut self, token: u64, peer: &mut Peer, line: &[u8]) {
         let limits = self.config.limits;
@@ -84,7 +88,9 @@ impl Poller {
     ) {
         Counters::add(&self.shared.counters.freed_keys, objects.len() as u64);
         self.measured = None;
-        self.arena.free(FreeRequest { client, objects, reply });
+        let little = objects.len() <= FREED_HERE;
+        let request = FreeRequest { client, objects, reply };
+        if little { self.arena.free_here(request) } else { self.arena.free(request) }
     }
 
     /// Claims objects; those that do not lie where the client believes are given back at once.
