@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{Read, Write},
     net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
-    os::unix::process::CommandExt,
+    os::unix::{fs::OpenOptionsExt, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, OnceLock},
@@ -13,7 +13,10 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+use rustix::{
+    fs::OFlags,
+    process::{Pid, Signal, kill_process, set_parent_process_death_signal},
+};
 use transport_core::{Error, ErrorKind, Result};
 
 const START: &str = "start mooncake_master";
@@ -31,7 +34,7 @@ const MAX_ANSWER: u64 = 16 << 20;
 pub struct MasterOptions {
     /// The program.
     pub program: PathBuf,
-    /// Where its log goes; thrown away if `None`.
+    /// Where its log goes, behind what is there; thrown away if `None`. A link is refused.
     pub log: Option<PathBuf>,
     /// How long a read lease lasts; the master's own default (10 s in 0.3.13) if `None`.
     pub lease: Option<Duration>,
@@ -150,7 +153,10 @@ impl ManagedMaster {
         command.args(&options.flags);
         match &options.log {
             Some(path) => {
-                let log = File::options().create(true).append(true).open(path);
+                let no_link = OFlags::NOFOLLOW.bits().cast_signed();
+                let mut options = File::options();
+                options.create(true).append(true).mode(0o600).custom_flags(no_link);
+                let log = options.open(path);
                 let log = log.map_err(|e| Error::io(START, e).with("log", path.display()))?;
                 let twin = log.try_clone().map_err(|e| Error::io(START, e))?;
                 command.stdout(twin).stderr(log);
@@ -375,6 +381,17 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
         let error = ManagedMaster::start(&MasterOptions::new("/bin/false")).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+    }
+
+    #[test]
+    fn a_log_that_is_a_link_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (log, target) = (dir.path().join("log"), dir.path().join("target"));
+        std::os::unix::fs::symlink(&target, &log).unwrap();
+        let options = MasterOptions::new("/bin/false").log(&log);
+        let error = ManagedMaster::start(&options).unwrap_err();
+        assert_eq!(error.context("log"), log.to_str(), "{error}");
+        assert!(!target.exists());
     }
 
     #[test]

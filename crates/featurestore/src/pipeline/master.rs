@@ -1,9 +1,14 @@
 //! The store's master of a run: one of its own, or one that runs already.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    fs::File,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use mooncake_sys::master::{Admin, ManagedMaster, MasterOptions};
-use transport_core::{Error, ErrorKind, Result};
+use transport_core::{ClientId, Error, ErrorKind, Result};
 
 use super::{Options, blame, children, producer::QUIET, report::MooncakeReport};
 use crate::{
@@ -30,6 +35,23 @@ pub(super) struct Store {
 #[derive(Debug, Default)]
 struct Log(Option<PathBuf>);
 
+impl Log {
+    /// Makes a log in `temporary` that only this user can read, under a name nobody can foresee.
+    ///
+    /// # Errors
+    /// If it cannot be made, or something has that name: a file or a link of somebody else's.
+    fn make(temporary: &Path, id: impl std::fmt::Display) -> Result<Self> {
+        let path = temporary.join(format!("featurestore-mooncake-master-{id}.log"));
+        let made = File::options().write(true).create_new(true).mode(0o600).open(&path);
+        made.map_err(|e| {
+            Error::io("make log of mooncake_master", e)
+                .with("log", path.display())
+                .remedy("run again; or let TMPDIR name a folder in which you can make files")
+        })?;
+        Ok(Self(Some(path)))
+    }
+}
+
 impl Store {
     /// Starts the master or finds it, and makes sure that there is a Mooncake to talk to it. Does
     /// nothing for a run by another transport.
@@ -52,9 +74,8 @@ impl Store {
             let admin = admin.map(Admin::at);
             return Ok(Self { config, admin, master: None, log: Log::default() });
         }
-        let file = format!("featurestore-mooncake-master-{}.log", std::process::id());
-        let log = Log(Some(std::env::temp_dir().join(file)));
         let options = MasterOptions::find(config.venv.as_deref())?.lease(config.lease);
+        let log = Log::make(&std::env::temp_dir(), ClientId::random())?;
         let path = log.0.clone().unwrap_or_default();
         let master = ManagedMaster::start(&options.log(&path))
             .map_err(|error| error.with("log", path.display()))?;
@@ -148,4 +169,29 @@ fn name(master: &ManagedMaster) -> String {
 
 fn panicked(error: tokio::task::JoinError) -> Error {
     Error::new(ErrorKind::Unexpected, "run pipeline", "the master's keeper panicked").source(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    #[test]
+    fn a_log_is_a_new_file_of_this_users_and_follows_no_link() {
+        let temporary = tempfile::tempdir().unwrap();
+        let at = |name: &str| temporary.path().join(name);
+        std::fs::write(at("kept"), "").unwrap();
+        symlink("kept", at("featurestore-mooncake-master-1.log")).unwrap();
+        symlink("nowhere", at("featurestore-mooncake-master-2.log")).unwrap();
+        std::fs::write(at("featurestore-mooncake-master-3.log"), "another's").unwrap();
+        for id in 1..=3 {
+            let error = Log::make(temporary.path(), id).unwrap_err().to_string();
+            assert!(error.contains("master-") && error.contains("TMPDIR"), "{error}");
+        }
+        assert!(!at("nowhere").exists());
+        let mut log = Log::make(temporary.path(), 4).unwrap();
+        let mode = log.0.take().unwrap().metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
 }
