@@ -279,7 +279,7 @@ impl Trainer {
         options: &Options,
         mooncake: &MooncakeConfig,
         start: &Start,
-        folder: &mut ControlFolder,
+        folder: &ControlFolder,
     ) -> Result<Self> {
         let mut child = command(options, mooncake, "trainer")?
             .arg("--folder")
@@ -290,7 +290,6 @@ impl Trainer {
             )
             .spawn()
             .map_err(|e| Error::io("start trainer", e))?;
-        folder.make()?; // those run who are to remove it
         let name = format!("the trainer (pid {})", child.id().unwrap_or(0));
         let mut stdin = child.stdin.take().expect("piped");
         let mut events = Events(BufReader::new(child.stdout.take().expect("piped")).lines());

@@ -5,7 +5,7 @@
 //! that nobody holds removes it: the trainer or the servers that are left, or the next run.
 
 use std::{
-    fs::{self, DirBuilder, File},
+    fs::{self, DirBuilder, File, Metadata},
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
@@ -13,7 +13,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{Access, FlockOperation, access, flock},
+    fs::{Access, FlockOperation, Mode, OFlags, access, flock, open},
     io::Errno,
     process::geteuid,
 };
@@ -26,6 +26,8 @@ const PREFIX: &str = "featurestore-run-locked-";
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The same where nobody seems to be killed: a parent is known to be gone only a moment later.
 const MOMENT: Duration = Duration::from_millis(100);
+/// Names that are tried for a folder; random as they are, the second one is new already.
+const NAMES: usize = 4;
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -57,34 +59,43 @@ fn unusable(error: io::Error, path: &Path) -> Error {
 #[derive(Debug)]
 pub(super) struct ControlFolder {
     path: PathBuf,
-    held: Option<Held>, // since it was made
+    #[cfg_attr(not(test), expect(dead_code, reason = "the folder is held while it is there"))]
+    held: Option<Held>,
 }
 
 impl ControlFolder {
-    /// Names a folder that is not there yet.
-    pub(super) fn new() -> Result<Self> {
-        let name = format!("{PREFIX}{}", ClientId::random());
-        Ok(Self { path: temporary()?.join(name), held: None })
+    /// Makes a folder, which only this user can look into, and holds it.
+    ///
+    /// Others can read the names in a process's arguments: no process may be told of the folder
+    /// before it is made. Where this process is killed first, the next run removes it.
+    ///
+    /// # Errors
+    /// If it cannot be made, or would be open to others.
+    pub(super) fn make() -> Result<Self> {
+        Self::make_in(&temporary()?, || format!("{PREFIX}{}", ClientId::random()))
     }
 
-    /// Makes the folder, which only this user can look into, and holds it. From before this call on,
-    /// those have to know of it who remove it if this process is killed: servers and trainer.
-    pub(super) fn make(&mut self) -> Result<()> {
+    /// The same in `temporary`, with the first of the names that is not taken.
+    fn make_in(temporary: &Path, mut name: impl FnMut() -> String) -> Result<Self> {
         let until = Instant::now() + PATIENCE;
-        let fail = |e| unusable(e, self.path.parent().unwrap_or(&self.path));
+        let mut taken = 0;
         loop {
-            match DirBuilder::new().mode(0o700).create(&self.path) {
-                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(fail(e)),
-                _ => {}
-            }
-            match hold(&self.path) {
-                Ok(held) => {
-                    self.held = Some(Held(held));
-                    return Ok(());
+            let path = temporary.join(name());
+            let made = DirBuilder::new().mode(0o700).create(&path);
+            let held = made.and_then(|()| {
+                hold(&path).inspect_err(|_| {
+                    let _ = fs::remove_dir(&path); // which this run does not use
+                })
+            });
+            match held {
+                Ok(held) => return Ok(Self { path, held: Some(Held(held)) }),
+                // Whoever made it knows of it, and may own it.
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && taken + 1 < NAMES => {
+                    taken += 1;
                 }
-                // The next run may look at it between these two calls, and remove it.
-                Err(e) if is_removed(&e) && Instant::now() < until => std::thread::sleep(PAUSE),
-                Err(e) => return Err(fail(e)),
+                // Another run may look at it between these two calls, and remove it.
+                Err(e) if is_removed(&e) && temporary.is_dir() && Instant::now() < until => {}
+                Err(e) => return Err(unusable(e, temporary)),
             }
         }
     }
@@ -107,9 +118,20 @@ pub(super) struct Held(
 );
 
 /// Holds a run's folder that another process has made.
+///
+/// # Errors
+/// If it is not there, is a link or no folder, is another user's, or others can look into it.
 pub(super) fn join(folder: &Path) -> Result<Held> {
-    let held = hold(folder);
-    held.map(Held).map_err(|e| Error::io("join run", e).with("folder", folder.display()))
+    join_as(folder, geteuid().as_raw())
+}
+
+fn join_as(folder: &Path, user: u32) -> Result<Held> {
+    hold_as(folder, user).map(Held).map_err(|e| {
+        Error::io("join run", e).with("folder", folder.display()).remedy(
+            "run again; if it is there again, somebody else makes it: let TMPDIR name a folder of \
+             your own, in which only you can make files",
+        )
+    })
 }
 
 /// Removes a run's folder, which may be held by this process.
@@ -157,10 +179,27 @@ fn sweep_in(temporary: &Path, user: u32) -> usize {
     ours.filter(|entry| remove_unheld(&entry.path()) && !entry.path().exists()).count()
 }
 
-/// Takes part in holding a folder. None where the file system knows no locks of folders: there
-/// nobody can find that it is not held either.
+/// Takes part in holding a folder of this user's that nobody else can look into. None where the file
+/// system knows no locks of folders: there nobody can find that it is not held either.
 fn hold(folder: &Path) -> io::Result<Option<File>> {
-    lock(folder, FlockOperation::NonBlockingLockShared)
+    hold_as(folder, geteuid().as_raw())
+}
+
+fn hold_as(folder: &Path, user: u32) -> io::Result<Option<File>> {
+    lock(folder, FlockOperation::NonBlockingLockShared, |found| {
+        let others = found.mode() & 0o077;
+        if found.uid() != user {
+            Err(refused(format!("it is another user's (uid {})", found.uid())))
+        } else if others != 0 {
+            Err(refused(format!("it is open to others (mode {:03o})", found.mode() & 0o777)))
+        } else {
+            Ok(())
+        }
+    })
+}
+
+fn refused(why: String) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, why)
 }
 
 fn is_removed(error: &io::Error) -> bool {
@@ -170,7 +209,12 @@ fn is_removed(error: &io::Error) -> bool {
 /// Removes a folder that nobody holds. False if somebody does; true also if it is gone already, or
 /// cannot be had.
 fn remove_unheld(folder: &Path) -> bool {
-    match lock(folder, FlockOperation::NonBlockingLockExclusive) {
+    let user = geteuid().as_raw();
+    let is_ours = |found: &Metadata| match found.uid() == user {
+        true => Ok(()),
+        false => Err(refused("it is another user's".into())),
+    };
+    match lock(folder, FlockOperation::NonBlockingLockExclusive, is_ours) {
         Ok(Some(_held)) => {
             remove(folder);
             true
@@ -180,9 +224,22 @@ fn remove_unheld(folder: &Path) -> bool {
     }
 }
 
-/// Locks what is at `folder` when this returns. None where the file system cannot do that.
-fn lock(folder: &Path, operation: FlockOperation) -> io::Result<Option<File>> {
-    let file = File::open(folder)?;
+/// Locks the folder, no link to one, that is at `folder` when this returns, and that `check` accepts.
+/// None where the file system cannot lock.
+fn lock(
+    folder: &Path,
+    operation: FlockOperation,
+    check: impl Fn(&Metadata) -> io::Result<()>,
+) -> io::Result<Option<File>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = match open(folder, flags, Mode::empty()) {
+        Ok(file) => File::from(file),
+        Err(Errno::NOTDIR | Errno::LOOP) => {
+            return Err(refused("it is no folder, or a link".into()));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    check(&file.metadata()?)?;
     match flock(&file, operation) {
         Ok(()) => {}
         Err(Errno::WOULDBLOCK) => return Err(io::ErrorKind::WouldBlock.into()),
@@ -201,19 +258,20 @@ fn lock(folder: &Path, operation: FlockOperation) -> io::Result<Option<File>> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::{
+        os::unix::fs::PermissionsExt,
+        sync::atomic::{AtomicBool, Ordering},
+    };
 
     use super::*;
 
-    fn named(temporary: &Path) -> ControlFolder {
-        let name = format!("{PREFIX}{}", ClientId::random());
-        ControlFolder { path: temporary.join(name), held: None }
+    fn made(temporary: &Path) -> ControlFolder {
+        ControlFolder::make_in(temporary, || format!("{PREFIX}{}", ClientId::random())).unwrap()
     }
 
     /// A folder as a process leaves it that is killed.
     fn left(temporary: &Path) -> PathBuf {
-        let mut folder = named(temporary);
-        folder.make().unwrap();
+        let mut folder = made(temporary);
         fs::write(folder.path().join("refs.jsonl"), "a line\n").unwrap();
         folder.held = None;
         let path = folder.path().to_owned();
@@ -226,8 +284,7 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let user = geteuid().as_raw();
         let dead = left(temporary.path());
-        let mut living = named(temporary.path());
-        living.make().unwrap();
+        let living = made(temporary.path());
         let orphan = left(temporary.path()); // its trainer lives
         let trainer = join(&orphan).unwrap();
         assert_eq!(sweep_in(temporary.path(), user), 1);
@@ -260,6 +317,45 @@ mod tests {
         assert!(at("featurestore-run-0123").exists() && at("featurestore-run-locked-").exists());
     }
 
+    #[test]
+    fn a_name_that_is_taken_is_never_used() {
+        let temporary = tempfile::tempdir().unwrap();
+        fs::create_dir(temporary.path().join("mine")).unwrap();
+        std::os::unix::fs::symlink("mine", temporary.path().join("link")).unwrap();
+        let mut names = ["mine", "link", "new"].into_iter().map(str::to_owned);
+        let folder = ControlFolder::make_in(temporary.path(), || names.next().unwrap()).unwrap();
+        assert_eq!(folder.path(), temporary.path().join("new"));
+        assert_eq!(fs::metadata(folder.path()).unwrap().mode() & 0o777, 0o700);
+        let error = ControlFolder::make_in(temporary.path(), || "link".into()).unwrap_err();
+        assert!(error.to_string().contains("let TMPDIR name a folder"), "{error}");
+        drop(folder);
+        assert_eq!(fs::read_dir(temporary.path()).unwrap().count(), 2, "what was there stays");
+    }
+
+    #[test]
+    fn what_others_can_have_made_or_can_look_into_is_not_joined() {
+        let temporary = tempfile::tempdir().unwrap();
+        let user = geteuid().as_raw();
+        let folder = made(temporary.path());
+        let refusal = |path: &Path, user| join_as(path, user).unwrap_err().to_string();
+        join_as(folder.path(), user).unwrap();
+        assert!(refusal(folder.path(), user + 1).contains("it is another user's"));
+        for mode in [0o701, 0o740, 0o777] {
+            fs::set_permissions(folder.path(), fs::Permissions::from_mode(mode)).unwrap();
+            let error = refusal(folder.path(), user);
+            assert!(error.contains(&format!("it is open to others (mode {mode:o})")), "{error}");
+            assert!(error.contains("let TMPDIR name a folder of your own"), "{error}");
+        }
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        let (link, file) = (temporary.path().join("link"), temporary.path().join("file"));
+        std::os::unix::fs::symlink(folder.path(), &link).unwrap();
+        fs::write(&file, "").unwrap();
+        for path in [link, file] {
+            assert!(refusal(&path, user).contains("it is no folder, or a link"), "{path:?}");
+            assert!(remove_unheld(&path) && path.exists(), "{path:?} is left alone");
+        }
+    }
+
     /// Two runs begin while others sweep: none loses its folder.
     #[test]
     fn a_folder_that_is_made_while_others_sweep_is_there() {
@@ -275,8 +371,7 @@ mod tests {
                 });
             }
             for _ in 0..500 {
-                let mut folder = named(temporary.path());
-                folder.make().unwrap();
+                let folder = made(temporary.path());
                 fs::write(folder.path().join("refs.jsonl"), "").unwrap();
                 assert!(folder.path().is_dir());
             }

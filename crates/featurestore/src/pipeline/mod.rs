@@ -253,7 +253,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
     };
 
     let mut servers = Vec::new();
-    let mut folder = ControlFolder::new()?;
+    let folder = ControlFolder::make()?; // before any process is told its name
     for index in 0..options.servers {
         servers.push(Server::start(options, &store.config, index, pool_of(4), &plan, &folder)?);
     }
@@ -295,7 +295,7 @@ async fn job_over(options: &Options, plan: Plan, store: &Store) -> Result<Report
         input: options.input.as_ref().map(absolute).transpose()?,
     };
     let started = tokio::select! {
-        started = Trainer::start(options, &store.config, &start, &mut folder) => started,
+        started = Trainer::start(options, &store.config, &start, &folder) => started,
         dead = blame::any_death(&mut servers) => return Err(dead),
     };
     let trainer = match started {

@@ -179,6 +179,30 @@ fn a_stopped_trainer_does_not_make_memory_grow() {
     all_gone(&children);
 }
 
+/// Who reads a server's arguments must not be able to make the run's folder before the run does.
+#[test]
+fn the_folder_of_a_run_is_there_before_any_process_is_told_its_name() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let temporary = tempfile::tempdir().expect("a temporary folder");
+    let mut command = featurestore(&["pipeline", "--hidden", "8", "--samples", "2"]);
+    command.env("TMPDIR", temporary.path()).stdin(Stdio::null());
+    let job = Process::start(command);
+    let mut mode = None;
+    eventually("a server is started", || {
+        let is_server = |&pid: &u32| arguments(pid).contains(" capture-server");
+        let is_started = children(job.id()).iter().any(is_server);
+        if is_started {
+            let found = left_in(temporary.path()).first().and_then(|path| path.metadata().ok());
+            mode = found.map(|folder| folder.permissions().mode() & 0o777);
+        }
+        is_started
+    });
+    let ended = job.end(BOUND);
+    assert!(ended.status.success(), "{ended:?}");
+    assert_eq!(mode, Some(0o700), "a server was told of a folder that was not there");
+}
+
 #[test]
 fn a_stopped_server_is_named_before_anybody_gives_up() {
     let (job, children) = long_job();
