@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
     process::{Child, ChildStdin, ChildStdout, Command},
-    time::timeout,
+    time::{error::Elapsed, timeout},
 };
 use transport_core::{ClientId, Error, ErrorKind, Result};
 
@@ -33,6 +33,9 @@ const START: Duration = Duration::from_secs(30);
 const START_PER_GIB: Duration = Duration::from_secs(4);
 /// How long a process may take to end after it was asked to.
 const STOP: Duration = Duration::from_secs(15);
+
+/// Pause between two looks at what is waited for.
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// SIGKILL, which is also what the system sends where memory is short.
 const KILLED: i32 = 9;
@@ -64,6 +67,23 @@ fn command(options: &Options, mooncake: &MooncakeConfig, subcommand: &str) -> Re
         command.envs(crate::mooncake::environment(mooncake));
     }
     Ok(command)
+}
+
+/// Waits for `future` until it has been looked for as often as fits into `limit`, and once more. So
+/// the time during which this process was stopped itself does not count, and what came meanwhile is
+/// seen.
+///
+/// # Errors
+/// If it has not come.
+async fn within<F: Future>(limit: Duration, future: F) -> std::result::Result<F::Output, Elapsed> {
+    let mut future = std::pin::pin!(future);
+    let mut waited = Duration::ZERO;
+    loop {
+        match timeout(LOOK, &mut future).await {
+            Err(_) if waited < limit => waited += LOOK,
+            done => return done,
+        }
+    }
 }
 
 fn lost(what: &str, why: impl std::fmt::Display) -> Error {
@@ -101,7 +121,7 @@ fn ended(what: &str, how: &str, status: std::io::Result<ExitStatus>) -> Error {
 /// The error for a process that has closed its output before it was ready.
 async fn unready(what: &str, child: &mut Child) -> Error {
     const HOW: &str = "ended before it was ready";
-    match timeout(STOP, child.wait()).await {
+    match within(STOP, child.wait()).await {
         Ok(status) => ended(what, HOW, status),
         Err(_) => late(what, child, "closed its output before it was ready"),
     }
@@ -206,7 +226,7 @@ impl Server {
     pub(super) async fn ready(&mut self) -> Result<()> {
         let mut lines = self.lines.take().expect("ready is waited for once");
         let bound = self.bound;
-        let line = match timeout(bound, lines.next_line()).await {
+        let line = match within(bound, lines.next_line()).await {
             Ok(Ok(Some(line))) => line,
             Ok(_) => return Err(unready(&self.name, &mut self.child).await),
             Err(_) => {
@@ -250,7 +270,7 @@ impl Server {
     /// Asks the server to end and waits for it.
     pub(super) async fn stop(mut self) -> Result<()> {
         drop(self._stdin);
-        match timeout(STOP, self.child.wait()).await {
+        match within(STOP, self.child.wait()).await {
             Ok(Ok(status)) if status.success() => Ok(()),
             Ok(Ok(status)) => Err(lost(&self.name, format_args!("ended badly: {status}"))),
             Ok(Err(error)) => Err(Error::io("stop capture server", error)),
@@ -296,7 +316,7 @@ impl Trainer {
         let mut line = serde_json::to_vec(start).expect("plain data");
         line.push(b'\n');
         stdin.write_all(&line).await.map_err(|e| lost(&name, "is gone").source(e))?;
-        let Ok(ready) = timeout(START, events.next()).await else {
+        let Ok(ready) = within(START, events.next()).await else {
             return Err(late(&name, &child, format_args!("was not ready within {START:?}")));
         };
         match ready? {
@@ -330,7 +350,7 @@ impl Events {
 
 /// Waits for a child that was asked to end.
 pub(super) async fn reap(child: &mut Child, what: &str) -> Result<()> {
-    match timeout(STOP, child.wait()).await {
+    match within(STOP, child.wait()).await {
         Ok(Ok(status)) if status.success() => Ok(()),
         Ok(Ok(status)) => Err(lost(what, format_args!("ended badly: {status}"))),
         Ok(Err(error)) => Err(Error::io("stop process", error)),

@@ -18,7 +18,7 @@ use transport_mooncake_direct::{DirectTransport, Engine};
 
 use super::{
     Options, blame,
-    children::{Events, Server, Trainer, died, reap},
+    children::{Events, LOOK, Server, Trainer, died, reap},
     messages::{Event, Totals},
     plan::Plan,
     preset,
@@ -84,11 +84,15 @@ pub(super) async fn run(
     let mut producing = Box::pin(producer.run(prompts));
     let (mut produced, mut totals) = (None, None);
     let mut is_told = false;
+    // Counted in looks, not by the clock: while this process is stopped itself it sees no news.
+    let (mut newest, mut still) = (progress.counts().news, Duration::ZERO);
     while produced.is_none() || totals.is_none() {
         let news = progress.counts().news;
-        is_told &= news.elapsed() >= quiet;
-        let look = news + if is_told { stall } else { quiet };
+        if news != newest {
+            (newest, still, is_told) = (news, Duration::ZERO, false);
+        }
         let error = tokio::select! {
+            biased; // what waits comes before the decision that nothing does
             outcome = &mut producing, if produced.is_none() => match outcome {
                 Ok(outcome) => {
                     produced = Some(outcome);
@@ -112,17 +116,21 @@ pub(super) async fn run(
                 Err(error) => error,
             },
             dead = blame::any_death(servers) => return Err(dead),
-            () = tokio::time::sleep_until(look.into()) => {
-                let counts = progress.counts();
-                let resting = blame::at_rest(servers, Some((&child, &name)));
-                if counts.news.elapsed() < stall {
-                    for (name, state) in resting.iter().filter(|_| !is_told) {
-                        note(format_args!("featurestore: no progress: {name} {state}"));
-                    }
-                    is_told |= counts.news.elapsed() >= quiet;
+            () = tokio::time::sleep(LOOK) => {
+                let is_over = still >= stall; // and was before this look already
+                still += LOOK;
+                if !is_over && (is_told || still < quiet) {
                     continue;
                 }
-                return Err(stalled(&counts, plan.len(), stall, &resting));
+                let resting = blame::at_rest(servers, Some((&child, &name)));
+                if is_over {
+                    return Err(stalled(&progress.counts(), plan.len(), stall, &resting));
+                }
+                is_told = true;
+                for (name, state) in resting {
+                    note(format_args!("featurestore: no progress: {name} {state}"));
+                }
+                continue;
             }
         };
         return Err(blame::of(error, servers, Some((&mut child, &name))).await);

@@ -203,6 +203,23 @@ fn the_folder_of_a_run_is_there_before_any_process_is_told_its_name() {
     assert_eq!(mode, Some(0o700), "a server was told of a folder that was not there");
 }
 
+/// As by ^Z at a terminal: its processes go on meanwhile, and what they said is not lost.
+#[test]
+fn a_run_whose_pipeline_was_stopped_itself_goes_on() {
+    let (job, children) = long_job_with(&["--stall-timeout", "3s"], &std::env::temp_dir());
+    for _ in 0..2 {
+        job.signal(Signal::STOP);
+        std::thread::sleep(Duration::from_secs(5));
+        job.signal(Signal::CONT);
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    job.signal(Signal::TERM);
+    let ended = job.end(BOUND);
+    assert!(ended.stderr.contains("ended by SIGTERM"), "it lived: {}", ended.stderr);
+    assert!(!ended.stderr.contains("no progress"), "{}", ended.stderr);
+    all_gone(&children);
+}
+
 #[test]
 fn a_stopped_server_is_named_before_anybody_gives_up() {
     let (job, children) = long_job();
