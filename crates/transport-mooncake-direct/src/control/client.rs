@@ -129,7 +129,8 @@ pub(crate) struct Claimed {
 pub(super) struct Shared {
     pub(super) server: SessionName,
     pub(super) options: ControlOptions,
-    pub(super) inbox: Mutex<Vec<Item>>,
+    /// What callers have brought; none once the thread has ended and nobody takes it.
+    pub(super) inbox: Mutex<Option<Vec<Item>>>,
     pub(super) waker: Waker,
     pub(super) standing: Mutex<Option<Standing>>,
     pub(super) closing: AtomicBool,
@@ -140,13 +141,21 @@ pub(super) struct Shared {
     pub(super) last_error: Mutex<Option<String>>,
 }
 
+impl Shared {
+    /// Takes an item off the books and tells whoever waits that it could not be done.
+    pub(super) fn give_up(&self, item: Item, error: impl FnOnce() -> Error) {
+        self.outstanding.fetch_sub(item.objects(), Ordering::Relaxed);
+        item.fail(error);
+    }
+}
+
 impl ControlClient {
     /// Starts the thread; it connects at the first use.
     pub fn start(server: SessionName, options: ControlOptions) -> Result<Self> {
         let shared = Arc::new(Shared {
             server,
             options,
-            inbox: Mutex::default(),
+            inbox: Mutex::new(Some(Vec::new())),
             waker: Waker::new()?,
             standing: Mutex::default(),
             closing: AtomicBool::new(false),
@@ -324,7 +333,8 @@ impl ControlClient {
     }
 
     /// Sends what waits, says goodbye, which ends every claim, and ends the thread; what is not
-    /// answered after `bound` is given up. Idempotent.
+    /// answered after `bound` is given up, and so is what is handed over meanwhile and comes too
+    /// late: it fails with [`ErrorKind::Closed`]. Idempotent.
     pub fn close(&self, bound: Duration) {
         self.shared.closing.store(true, Ordering::Relaxed);
         self.shared.waker.wake();
@@ -354,7 +364,13 @@ impl ControlClient {
     }
 
     fn send(&self, items: impl IntoIterator<Item = Item>) {
-        self.shared.inbox.lock().extend(items);
+        let mut inbox = self.shared.inbox.lock();
+        let Some(waiting) = &mut *inbox else {
+            drop(inbox); // whoever is told may hand over more
+            return items.into_iter().for_each(|item| self.shared.give_up(item, closed));
+        };
+        waiting.extend(items);
+        drop(inbox);
         // Written here, it is on its way sooner than the thread is awake. Whoever writes takes what
         // came before along, so nothing overtakes anything.
         let done = self.worker.try_lock().is_some_and(|mut worker| worker.write_at_once());

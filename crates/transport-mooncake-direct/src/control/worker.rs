@@ -89,8 +89,10 @@ impl Worker {
     pub(super) fn run(worker: &Mutex<Self>) {
         loop {
             let mut this = worker.lock();
+            // Looked at first: what was handed over before the end was asked for is then taken.
+            let closing = this.shared.closing.load(Ordering::Relaxed);
             this.take_items();
-            if this.shared.closing.load(Ordering::Relaxed) {
+            if closing {
                 let idle = this.queue.is_empty() && this.sent.is_empty();
                 if idle || this.shared.abandon.load(Ordering::Relaxed) {
                     return this.finish();
@@ -119,7 +121,9 @@ impl Worker {
     }
 
     fn take_items(&mut self) {
-        self.queue.extend(std::mem::take(&mut *self.shared.inbox.lock()));
+        if let Some(waiting) = &mut *self.shared.inbox.lock() {
+            self.queue.extend(waiting.drain(..));
+        }
         self.given_up &= self.queue.is_empty();
     }
 
@@ -196,7 +200,8 @@ impl Worker {
         for response in responses {
             self.handle(response)?;
         }
-        received
+        // Who was refused need not hear that the server closed the connection, too.
+        if self.link.is_some() { received } else { Ok(()) }
     }
 
     fn handle(&mut self, response: Response) -> Result<()> {
@@ -306,8 +311,12 @@ impl Worker {
                     _ => error(ErrorKind::Unsupported, "the server speaks another version"),
                 };
                 *self.shared.last_error.lock() = Some(refused().to_string());
+                self.drop_link();
                 self.give_everything_up(refused);
-                self.link = None;
+                // It would be refused again: the next use tries, after the shortest pause.
+                self.given_up = true;
+                self.backoff = Backoff::new();
+                self.backoff.failed();
                 Ok(())
             }
             Code::LeaseExpired => {
@@ -456,12 +465,7 @@ impl Worker {
     fn link_failed(&mut self, error: &Error) {
         tracing::debug!(server = %self.shared.server, %error, "control connection failed");
         *self.shared.last_error.lock() = Some(error.to_string());
-        self.link = None;
-        self.ping = None;
-        self.greeted = None;
-        if let Some(standing) = &mut *self.shared.standing.lock() {
-            standing.connected = false;
-        }
+        self.drop_link();
         for (_, Sent { item, .. }) in std::mem::take(&mut self.sent).into_iter().rev() {
             self.queue.push_front(match item {
                 Item::Free(mut line) => {
@@ -483,11 +487,20 @@ impl Worker {
         }
     }
 
+    /// Ends the connection, and what belongs to it.
+    fn drop_link(&mut self) {
+        self.link = None;
+        self.ping = None;
+        self.greeted = None;
+        if let Some(standing) = &mut *self.shared.standing.lock() {
+            standing.connected = false;
+        }
+    }
+
     fn give_everything_up(&mut self, error: impl Fn() -> Error) {
         let sent = std::mem::take(&mut self.sent).into_values().map(|sent| sent.item);
         for item in sent.chain(std::mem::take(&mut self.queue)) {
-            self.shared.outstanding.fetch_sub(item.objects(), Ordering::Relaxed);
-            item.fail(&error);
+            self.shared.give_up(item, &error);
         }
     }
 
@@ -512,6 +525,9 @@ impl Worker {
             }
             Some((_, Mode::OneWay)) => {}
         }
+        if !busy && self.shared.closing.load(Ordering::Relaxed) {
+            until = now; // the last answer has come: the thread ends
+        }
         Wait {
             at_most: until.saturating_duration_since(now).max(Duration::from_millis(1)),
             stream: self.link.as_ref().map(|(link, _)| link.stream()),
@@ -525,9 +541,10 @@ impl Worker {
             let _ = link.flush(); // a server that is gone needs no goodbye
         }
         self.link = None; // nobody writes after the goodbye
-        self.take_items();
-        self.give_everything_up(closed);
         *self.shared.standing.lock() = None;
+        // Whoever comes from now on finds the inbox gone and is told so at once.
+        self.queue.extend(self.shared.inbox.lock().take().into_iter().flatten());
+        self.give_everything_up(closed);
     }
 }
 
