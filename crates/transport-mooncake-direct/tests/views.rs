@@ -190,7 +190,7 @@ fn two_consumers_of_one_name_cannot_release_each_others_views() {
     // The first one ends, but not what it looks at.
     assert_eq!(first.release_blocking(vec![sample.into()]).unwrap().deferred, 1);
     first.close_blocking();
-    assert_eq!(sink.health_blocking().unwrap().stalled_clients, 1);
+    eventually("its goodbye is heard", || sink.health_blocking().unwrap().stalled_clients == 1);
     let other = publish(&sink, "y", 2, &[1000]);
     let third = named("twin");
     let busy = view(&third, &other).unwrap_err().to_string();
