@@ -364,8 +364,12 @@ impl Producer {
             self.produced.skipped += 1;
             return;
         }
-        if let Some(&times) = lost.get(&task.sample_id) {
-            self.handled.insert((task.sample_id.clone(), times));
+        // A prompt may come by, read anew after a restart, while it is captured again already.
+        if let Some(&times) = lost.get(&task.sample_id)
+            && !self.handled.insert((task.sample_id.clone(), times))
+        {
+            self.produced.skipped += 1;
+            return;
         }
         task.order = self.order;
         self.order += 1;
