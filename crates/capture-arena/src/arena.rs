@@ -1,7 +1,7 @@
 //! The bookkeeping of an arena: which key lies where, who holds it, and when its range comes back.
 //!
-//! Pure: one thread, no I/O, no clock. Times are passed in, and what has to happen elsewhere is
-//! returned. The owner thread ([`crate::Arena`]) drives it; so do the property tests.
+//! Pure: one thread at a time, no I/O, no clock. Times are passed in, and what has to happen elsewhere is
+//! returned. Whoever is at the books of a [`crate::Arena`] drives it; so do the property tests.
 //!
 //! States of an object: *filling* (range taken, a writer may be at it) → *published* (readable) →
 //! *draining* (freed or replaced, but still held or being read) → its range is free.

@@ -70,11 +70,12 @@ impl Landings {
         Ok(kept)
     }
 
-    /// Waits for what is under way; its memory on the host is free then. Whether there was any.
-    pub(crate) fn settle(&mut self, deadline: Instant) -> Result<bool> {
-        let Some((crossing, places)) = self.under_way.take() else { return Ok(false) };
-        self.landed.extend(places.into_iter().zip(crossing.finish(deadline)?));
-        Ok(true)
+    /// Waits for what is under way; its memory on the host is free then.
+    pub(crate) fn settle(&mut self, deadline: Instant) -> Result<()> {
+        if let Some((crossing, places)) = self.under_way.take() {
+            self.landed.extend(places.into_iter().zip(crossing.finish(deadline)?));
+        }
+        Ok(())
     }
 
     /// Waits for the last, and gives all destinations back.

@@ -98,17 +98,19 @@ impl Memory {
         flight: &Flight,
     ) -> Result<Vec<RegionMut>, (usize, Error)> {
         let mut refused = 0;
-        let taken = wait_for_room(flight, || self.try_take_all(lens, &mut refused));
+        let mut take = || {
+            self.try_take_all(lens).map_err(|(place, error)| {
+                refused = place;
+                error
+            })
+        };
+        let taken = wait_for_room(flight, &mut take);
         taken.map_err(|error| (refused, error))
     }
 
     /// As [`Self::take_all`], without waiting.
-    pub(crate) fn try_take_all(
-        &self,
-        lens: &[usize],
-        refused: &mut usize,
-    ) -> Result<Vec<RegionMut>> {
-        let take = |(i, &len)| self.try_take(len).inspect_err(|_| *refused = i);
+    pub(crate) fn try_take_all(&self, lens: &[usize]) -> Result<Vec<RegionMut>, (usize, Error)> {
+        let take = |(i, &len)| self.try_take(len).map_err(|error| (i, error));
         lens.iter().enumerate().map(take).collect()
     }
 

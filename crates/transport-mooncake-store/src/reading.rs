@@ -280,7 +280,7 @@ fn take(
 ) -> Result<()> {
     let without: Vec<usize> = part.iter().copied().filter(|&i| reads[i].region.is_none()).collect();
     let lens: Vec<usize> = without.iter().map(|&i| reads[i].wanted()).collect();
-    let regions = match shared.memory.try_take_all(&lens, &mut 0) {
+    let regions = match shared.memory.try_take_all(&lens) {
         Ok(regions) => Ok(regions),
         Err(_) => {
             // What is on its way to the device has its memory on the host until it has arrived.

@@ -1,7 +1,7 @@
 //! The control connection: how trainers claim and free what a capture server publishes.
 //!
 //! - [`ControlServer`] listens inside the publishing process and hands what it is told to the
-//!   arena's owner thread, without ever waiting for it;
+//!   arena, whose owner thread does all but small frees, without ever waiting for it;
 //! - [`ControlClient`] is a trainer's one connection to one server, with a thread of its own.
 
 mod client;

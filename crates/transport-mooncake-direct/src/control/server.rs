@@ -146,7 +146,7 @@ impl Drop for ControlServer {
     }
 }
 
-/// Carries the arena's answers from its owner thread to the poller.
+/// Carries the arena's answers to the poller, from whoever is at the arena's books.
 #[derive(Clone)]
 struct Outbox {
     sender: Sender<(u64, Response)>,
@@ -442,7 +442,9 @@ impl Poller {
 
     fn pass_answers_on(&mut self) {
         let mut touched = Vec::new();
-        self.shared.answers_wait.store(false, Ordering::Release);
+        // Not a plain store, which could come to be seen after the look below: an answer that is sent
+        // in between would neither be found here nor wake anybody.
+        self.shared.answers_wait.swap(false, Ordering::AcqRel);
         for (token, response) in self.answers.try_iter() {
             let Some((peer, _)) = self.peers.get_mut(&token) else { continue };
             peer.inflight -= 1;
